@@ -106,6 +106,7 @@ class Checkpointing:
         self._heartbeat.step_done(batch.step)  # after the loss was read: an error of the device is one of these rows
         if self._memory.is_due(batch.step):
             self.receive_all()  # now, because a message may ask for a checkpoint
+        self._memory.return_to_script()
 
     def due_reason(self) -> str | None:
         """Return the policy's reason for a checkpoint after the last finished step, or None. A rehearsal takes none."""

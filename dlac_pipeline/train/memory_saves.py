@@ -84,6 +84,8 @@ class MemorySaves:
         self._step_s = math.inf
         self._stepped_at: float | None = None
         self._due_at = 0.0
+        self._returned_at: float | None = None
+        """When the script got the control back after the last step. What it does until a state is saved is part of a step."""
 
     def begin(self, engine: Engine) -> None:
         """Make the folder on each node, if all have room for states of this engine. Earlier states were loaded. Collective."""
@@ -117,9 +119,13 @@ class MemorySaves:
             self._step_s = _mean(self._step_s, now - self._stepped_at)
         self._stepped_at = self._due_at = now
 
+    def return_to_script(self) -> None:
+        """Note that the script works on after its step, until the state is saved."""
+        self._returned_at = time.monotonic()
+
     def pause(self) -> None:
         """Note that the time since the last step is not that of a state, and that until the next one not that of a step."""
-        self._stepped_at, self._due_at = None, time.monotonic()
+        self._stepped_at, self._due_at, self._returned_at = None, time.monotonic(), None
 
     def wait_for_copy(self, is_asked: Callable[[], bool]) -> None:
         """With `memory_waits`, wait until this node's part of the last state is copied, if another one is due now.
@@ -172,6 +178,7 @@ class MemorySaves:
         assert self._folder is not None, "a state is due only with a folder"
         if self._number and not self._copied:  # the slot may have the only whole state
             return
+        worked_s = 0.0 if self._returned_at is None else time.monotonic() - self._returned_at
         rank, slot = self._communicator.rank, states.slot_of(self._folder, self._number)
         files: list[tuple[str, int]] = []
         failure: Exception | None = None
@@ -201,7 +208,7 @@ class MemorySaves:
         if failure is not None:
             self._give_up(slot, failure)
         self._number, self._saved_step, self._copied = self._number + 1, self._attempt.step, False
-        self._stepped_at = time.monotonic()
+        self._stepped_at, self._returned_at = time.monotonic() - worked_s, None
         if self._number <= states.SLOTS + 1:
             self._costs.clear()
         self._costs.append(self._stepped_at - self._due_at)

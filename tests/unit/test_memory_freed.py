@@ -115,6 +115,26 @@ def test_two_costs_set_the_pace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert not saves.is_due(8)
 
 
+def test_work_of_script_is_no_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a script does between its step and the request for a batch, as an evaluation, belongs to the step's time."""
+    saves, now = saves_of(tmp_path, monkeypatch), [0.0]
+    monkeypatch.setattr("dlac_pipeline.train.memory_saves.time.monotonic", lambda: now[0])
+    engine = _Engine()
+
+    def take_a_second(*arguments: Any) -> None:
+        now[0] += 1.0
+
+    monkeypatch.setattr(engine, "save", take_a_second)
+    for _ in range(4):
+        now[0] += 50.0
+        saves.step_done()
+        saves.return_to_script()
+        now[0] += 50.0
+        saves.save(engine, rows=8)  # type: ignore[arg-type]  # only what is used
+        saves.on_sync(sync(copied=True))
+    assert saves.report(RankReport()).memory_steps == math.ceil(1 / (MOST_OVERHEAD * 100.0))
+
+
 def test_failed_state_has_no_seal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that cannot be written leaves the slot without a seal from the beginning."""
     saves = saves_of(tmp_path, monkeypatch)
