@@ -115,9 +115,16 @@ class DlacCheckpoint(Callback):  # type: ignore[misc]  # lightning is not analyz
             return
         loss, self._loss = self._loss, 0.0
         self._run.step_done(loss)
-        if self._run.stopped:
-            trainer.should_stop = True
+        self._stop_if_asked(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin no other epoch if the request to stop came with the last checkpoint, which ends the loader."""
+        self._stop_if_asked(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take the checkpoint that is due after the last step, as long as Lightning has its state."""
         self._run.finish_step()
+
+    def _stop_if_asked(self, trainer: Trainer) -> None:
+        if self._run.stopped:
+            trainer.should_stop = True

@@ -183,6 +183,8 @@ class TrainingRun:
             raise ScriptInvalid(
                 "expected run.restore(engine) before run.batches(): without it nothing can be checkpointed"
             )
+        if self._over:  # a trainer begins another epoch, perhaps after a request to stop
+            return
         self._heartbeat.doing(Phase.TRAINING, self.step)
         self._events.write({"event": "training", "step": self.step, "total_steps": self.total_steps})
         self._policy.training()

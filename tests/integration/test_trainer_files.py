@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import runpy
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -351,6 +353,48 @@ def test_lightning_validation_changes_no_loss(arena: Arena) -> None:
     assert len(arena.losses("killed")) == 20
     assert arena.losses("killed") == arena.losses("alone")
     assert {row.attempt for row in arena.lineage("killed")} == {1, 2}
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("stops_at", [9, 8])
+def test_lightning_stops_at_checkpoint_step(arena: Arena, stops_at: int) -> None:
+    """A stop request that arrives in a step whose checkpoint is due ends Lightning's loop after that step, as any other does."""
+    pytest.importorskip("lightning")
+    from lightning.pytorch import LightningModule, Trainer
+
+    from dlac_pipeline.integrations.lightning import DlacCheckpoint, DlacDataModule
+
+    class Network(LightningModule):  # type: ignore[misc]  # lightning is not analyzed
+        def __init__(self, stops_at: int) -> None:
+            super().__init__()
+            self.stops_at = stops_at
+            self.layer = torch.nn.Linear(1, 1)
+
+        def training_step(self, batch: dict[str, torch.Tensor], index: int) -> torch.Tensor:
+            if self.trainer.global_step == self.stops_at:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return torch.nn.functional.mse_loss(self.layer(batch["x"][:, None])[:, 0], batch["y"])
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.Adam(self.parameters(), lr=0.01)
+
+    make_points(arena)
+    for name, signal_at in (("stopped", stops_at), ("stopped", -1), ("alone", -1)):
+        with opened_run(arena, name, **POINTS) as run:
+            model = Network(signal_at)
+            data = DlacDataModule(run, lambda batch: {"x": batch["x"], "y": batch["y"]})
+            checkpoints = DlacCheckpoint(run, model)
+            Trainer(
+                accelerator="cpu",
+                max_steps=run.total_steps or -1,
+                callbacks=[checkpoints],
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                logger=False,
+            ).fit(model, datamodule=data, ckpt_path=checkpoints.path)
+            assert run.step == (20 if signal_at == -1 else 10)
+            assert not list(run.batches())
+    assert arena.losses("stopped") == arena.losses("alone")
 
 
 @pytest.mark.filterwarnings("default")

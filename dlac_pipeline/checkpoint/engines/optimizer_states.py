@@ -52,7 +52,7 @@ class OptimizerStates:
             numbered = [names[parameter] for group in optimizer.param_groups for parameter in group[_PARAMETERS]]
             if nameless := [key for key in found[_STATE] if not isinstance(key, int)]:
                 raise SpecInvalid(
-                    f"expected a state of each parameter in {type(optimizer).__name__}, found one of {nameless[0]!r}, which is no "
+                    f"expected a state of each parameter in {type(optimizer).__name__}, found one of {nameless[0]!r}, no "
                     "parameter: use dlac_pipeline.TorchState"
                 )
             state |= {numbered[key]: each for key, each in found[_STATE].items()}
