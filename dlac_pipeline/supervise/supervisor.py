@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -97,7 +97,9 @@ class Supervisor:
             )
         check_listeners(spec.listeners)
         check_memory(spec)
-        check_tables_may_exist(spec.lakehouse, spec.own_tables)  # before the starter makes a folder in the home folder
+        with suppress(errors.CatalogUnreachable):  # which a recovery waits for below
+            # before the starter makes a folder in the home folder
+            check_tables_may_exist(spec.lakehouse, spec.own_tables)
         try:
             with closing(self._starter), self._listeners:
                 self._starter.begin(spec)

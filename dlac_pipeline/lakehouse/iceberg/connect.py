@@ -359,14 +359,20 @@ def connect(
 
 
 def has_catalog(config: LakehouseConfig) -> bool:
-    """Return False for an SQLite catalog whose file does not exist. A file in the place of its folder is an outage."""
+    """Return False for an SQLite catalog whose file does not exist."""
     file = sqlite_file(config.uri)
-    return file is None or file.exists() or not next(each for each in file.parents if each.exists()).is_dir()
+    return file is None or file.exists()
 
 
 def check_tables_may_exist(config: LakehouseConfig, tables: Sequence[str]) -> None:
-    """Raise `NoSuchTable` for tables of a catalog whose file does not exist."""
-    if tables and not has_catalog(config):
+    """Raise `NoSuchTable` for tables of a catalog whose file does not exist, or as `connect` if its folder cannot be made."""
+    file = sqlite_file(config.uri)
+    if tables and file is not None and not file.exists():
+        missing = [each for each in file.parents if not each.exists()]
+        _make_folder(config)
+        with suppress(OSError):
+            for each in missing:
+                each.rmdir()
         raise _no_table(config, tables[0])
 
 
