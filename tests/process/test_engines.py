@@ -200,6 +200,37 @@ def test_buffers_of_ranks_are_restored(tmp_path: Path) -> None:
     assert not any(ranks.codes), ranks.stderr
 
 
+SHARDED_PART = """
+import sys
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+import dlac_pipeline as dlac
+from dlac_pipeline.checkpoint.stage.copies import Direct
+from dlac_pipeline.lakehouse.errors import SpecInvalid
+
+dist.init_process_group("gloo")
+model, average = (fully_shard(torch.nn.Linear(2, 2)) for _ in range(2))
+try:
+    dlac.DistributedState(model=model, average=average).save(Path(sys.argv[1]), Direct().write)
+except SpecInvalid as err:
+    assert "in the part 'average', found sharded" in str(err), err
+else:
+    assert dist.get_rank() == 1
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_sharded_part_is_refused(tmp_path: Path) -> None:
+    """A second sharded model would come back with the first rank's shard at all ranks."""
+    program = tmp_path / "program.py"
+    program.write_text(SHARDED_PART)
+    ranks = run_program(2, str(program), str(tmp_path))
+    assert not any(ranks.codes), ranks.stderr
+
+
 @pytest.mark.parametrize("kind", ["torch", "dcp"])
 @pytest.mark.parametrize("compiled", ["saving", "loading"])
 def test_compiled_model_loads_plain_one(tmp_path: Path, kind: str, compiled: str) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import operator
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from dlac_pipeline.checkpoint.engines.model_names import bare_names
 from dlac_pipeline.checkpoint.engines.rank_buffers import load_buffers, save_buffers
 from dlac_pipeline.checkpoint.engines.safe_load import load_tensors, plain_state
 from dlac_pipeline.checkpoint.stage.copies import Write
+from dlac_pipeline.lakehouse.errors import SpecInvalid
 
 _LOADING = ("load_state_dict", "_load_from_state_dict", "set_extra_state")
 """Methods of a module that load its state."""
@@ -39,6 +41,12 @@ class TorchState(Engine):
         """Rank 0 saves one file, in which models have the names of the bare models. Other ranks save buffers of their own."""
         if not dist.is_initialized() or dist.get_rank() == 0:
             states = {name: _bare_state(part) for name, part in self._parts.items()}
+            for name, state in states.items():
+                if is_sharded(state):
+                    raise SpecInvalid(
+                        f"expected whole tensors in the part {name!r}, found sharded ones, which differ by rank: pass what "
+                        "fully_shard has sharded as part of model=..., as in DistributedState(model=torch.nn.ModuleDict(...))"
+                    )
             names = {parameter: name for name, parameter in self._parameters().items()}
             groups = {
                 name: [[names.get(each, "") for each in group["params"]] for group in part.param_groups]
@@ -106,6 +114,14 @@ def _only_copies(part: Any) -> bool:
         and not any(name in vars(each) for each in modules for name in _LOADING)
         and not any(each._load_state_dict_pre_hooks for each in modules)
     )
+
+
+def is_sharded(state: Any) -> bool:
+    """Return whether a state has a DTensor."""
+    if isinstance(state, Mapping | list | tuple):
+        return any(map(is_sharded, state.values() if isinstance(state, Mapping) else state))
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(state, module.DTensor)
 
 
 def _bare_state(part: Any) -> Any:

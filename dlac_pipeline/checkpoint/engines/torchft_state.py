@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from dlac_pipeline.checkpoint.engines import Engine, adapt
+from dlac_pipeline.checkpoint.engines.torch_state import is_sharded
 from dlac_pipeline.checkpoint.stage.copies import Write
 from dlac_pipeline.lakehouse.errors import ScriptInvalid
 
@@ -37,7 +38,7 @@ class TorchFTState(Engine):
     def join(self, reduce: Reduce) -> None:
         """Reduce with the groups of a run from now on. Raise `ScriptInvalid` for a part that a newcomer could not load."""
         for name, part in self._parts.items():
-            if not isinstance(part, torch.nn.Module | torch.optim.Optimizer) and _is_sharded(part.state_dict()):
+            if not isinstance(part, torch.nn.Module | torch.optim.Optimizer) and is_sharded(part.state_dict()):
                 raise ScriptInvalid(
                     f"expected sharded tensors in modules and optimizers only, found some in {name!r}: keep whole tensors in it"
                 )
@@ -146,12 +147,6 @@ def _optimizer_state(optimizer: torch.optim.Optimizer, given: Mapping[str, Any])
         number: each for theirs, mine in groups for number, each in zip(theirs["params"], mine["params"], strict=True)
     }
     return {number: _with_mesh(state, _mesh_of(own[number])) for number, state in given["state"].items()}
-
-
-def _is_sharded(value: Any) -> bool:
-    if isinstance(value, dict | list | tuple):
-        return any(map(_is_sharded, value.values() if isinstance(value, dict) else value))
-    return isinstance(value, DTensor)
 
 
 def _check_averaged(parts: Mapping[str, Any]) -> None:
