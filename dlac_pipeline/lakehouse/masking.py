@@ -105,10 +105,16 @@ def note_secrets(value: Any, name: str = "", *, private: bool = False) -> None:
 
 def mask_known(text: str) -> str:
     """Return the text with *** for the values of secrets that this process knows, and for forms of secrets."""
-    named = (value for name, value in os.environ.items() if name == _RENDEZVOUS_KEY or is_secret_name(name))
+    # Another thread may set and remove variables meanwhile, as the start of ranks does.
+    named = (os.environ.get(name, "") for name in list(os.environ) if name == _RENDEZVOUS_KEY or is_secret_name(name))
     found = {*_values, *(value for value in named if not (value.startswith("/") and os.path.exists(value)))}
-    values = frozenset(value for value in found if len(value) >= _LEAST and MASK not in value)
+    values = frozenset(value for value in found if len(value) >= _LEAST and MASK not in value and not _is_word(value))
     return _KNOWN.sub(MASK, _pattern_of(values).sub(MASK, text) if values else text)
+
+
+def _is_word(value: str) -> bool:
+    """Return whether a value is a word such as secret or password, which settings and messages have for other reasons."""
+    return len(value) < _SURE and value.isalpha() and is_secret_name(value)
 
 
 @lru_cache(8)

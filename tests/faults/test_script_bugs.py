@@ -75,7 +75,9 @@ def test_secret_of_ranks_stays_in_them(campaign: Arena) -> None:
 @pytest.mark.parametrize("bug", ["memory", pytest.param("memory_error", marks=pytest.mark.slow)])
 def test_failed_allocation_ends_run_at_once(campaign: Arena, bug: str) -> None:
     """Another attempt would need the same memory. The error says so, and names what helps."""
-    launch = campaign.launch(campaign.spec(bug, "train_raising.py", world_size=1, every_steps=50, bug=bug, at=3))
+    launch = campaign.launch(
+        campaign.spec(f"bug-{bug}", "train_raising.py", world_size=1, every_steps=50, bug=bug, at=3)
+    )
     assert launch.wait() == 91, launch.events
     (error,) = launch.of("error")
     assert error["kind"] == "OutOfMemory"

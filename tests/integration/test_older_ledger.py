@@ -119,9 +119,9 @@ def test_one_commit_is_missed(arena: Arena) -> None:
         for batch in run.batches():
             if batch.step == 20:
                 backup = shutil.copy(arena.home / "catalog.db", arena.home / "backup.db")
-            run.step_done(0.0)
-            if batch.step == 20:
+            if batch.step == 21:
                 raise RuntimeError("killed")
+            run.step_done(0.0)
     restore_catalog(arena, Path(backup))
     check_refused(arena, spec)
 

@@ -240,7 +240,7 @@ def test_unusable_preload_is_refused(tmp_path: Path, library: str | None, found:
     with run_ranks(spec_of(tmp_path, "pass", preload=["own_library"]), tmp_path, ranks=2) as ranks:
         wait_until(ranks.all_exited, what="the ranks' end")
         failure = ranks.failures()[0]
-    assert failure.kind == "TrainingFailed"
+    assert failure.kind == "ScriptInvalid"
     assert "'own_library'" in failure.message
     assert "take it off launch.preload" in failure.message
     assert found in failure.message

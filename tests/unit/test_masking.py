@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import os
 import re
 from pathlib import Path
 from typing import Any, cast
@@ -361,6 +362,28 @@ def test_known_values_are_masked(monkeypatch: pytest.MonkeyPatch) -> None:
             assert mask_known(f"({form})") == "(***)"
     for text in ("production-of-spring", "shortly7", "short71 steps"):
         assert mask_secrets(text) == text
+
+
+def test_word_as_password_spoils_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A password such as "secret" is masked beside its name only: settings and messages have the word for other reasons."""
+    monkeypatch.setattr(masking, "_values", set())
+    LakehouseConfig(uri="postgresql://me:secret@db/lake")
+    assert mask_secrets("kind: claim, host or secret") == "kind: claim, host or secret"
+    assert mask_secrets("postgresql://me:secret@db/lake") == "postgresql://me:***@db/lake"
+
+
+def test_variables_of_other_threads_do_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The start of ranks sets and removes variables while another thread masks a text."""
+    looked = os.environ.get
+
+    def remove_first(name: str, default: str = "") -> str | None:
+        os.environ.pop("GONE_TOKEN", None)
+        return looked(name, default)
+
+    monkeypatch.setenv("A_TOKEN", "value of the first")
+    monkeypatch.setenv("GONE_TOKEN", "value of the second")
+    monkeypatch.setattr(os.environ, "get", remove_first)
+    assert mask_known("value of the first") == "***"
 
 
 @pytest.mark.parametrize(
