@@ -39,14 +39,14 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from dlac_pipeline.lakehouse.iceberg.connect import connect
-from dlac_pipeline.operations.documents import forget, traces
+from dlac_pipeline.operations.documents import execution, traces
 from dlac_pipeline.spec.job_spec import read_spec
 
 spec = read_spec(Path(sys.argv[1]))
 module, function = sys.argv[2].split(".")
 setattr(globals()[module], function, lambda *args, **rest: os.kill(os.getpid(), signal.SIGKILL))
-if module == "forget":
-    forget.execute_forget(connect(spec.lakehouse), "src.t", [sys.argv[3]], lambda run: spec)
+if module == "execution":
+    execution.execute_forget(connect(spec.lakehouse), "src.t", [sys.argv[3]], lambda run: spec)
 else:
     traces.erase_traces(connect(spec.lakehouse), "src.t", [sys.argv[3]], lambda run: spec)
 """
@@ -283,7 +283,7 @@ def test_later_request_keeps_earlier_exclusion(arena: Arena) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "step", [pytest.param("rewind_run", marks=SOAK), "retire_left", pytest.param("LeftWeights", marks=SOAK)]
+    "step", [pytest.param("rewind_run", marks=SOAK), "retire_checkpoints", pytest.param("LeftWeights", marks=SOAK)]
 )
 def test_killed_execution_is_repeated(arena: Arena, step: str) -> None:
     """However far a killed execution came, its repetition ends in the same state."""
@@ -293,7 +293,7 @@ def test_killed_execution_is_repeated(arena: Arena, step: str) -> None:
     erasure = Erasure(arena, [f"row_id = {steps[7][0]}"], spec)
     path = arena.home / "job.yaml"
     path.write_text(spec.model_dump_json())
-    killed = subprocess.run([sys.executable, "-c", KILLED, path, f"forget.{step}", *erasure.filters], check=False)
+    killed = subprocess.run([sys.executable, "-c", KILLED, path, f"execution.{step}", *erasure.filters], check=False)
     assert killed.returncode == -signal.SIGKILL
     erasure.execute()
     run = erasure.run("r")
