@@ -1,7 +1,7 @@
 """Combinations of features under a fault: `python -m benchmarks.pairs [--seed N] [--combinations N] [--quick] [--only TEXT]`.
 
 A combination has one value of each factor: engine, states in memory, ranks, source, origin of the run, extras, fault, and what is
-done then. The list covers each pair of values that exists, and goes on with random combinations. In each one real `dlac train`
+done then. The list covers each pair of values that exists, and then random combinations. In each one real `dlac train`
 processes are hit by a real fault. The training script logs rows and digests of its state by itself, and that log judges: each
 live row once per pass, a chain of digests over all attempts, the audit, and the operation that follows.
 

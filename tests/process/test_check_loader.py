@@ -208,7 +208,7 @@ def test_shuffled_passes_are_exact(folder: Folder) -> None:
 
 
 def test_lost_epoch_seed_is_found(folder: Folder) -> None:
-    """A resumed pass in the order of the first one repeats rows within it. Begun anew it repeats none, but has that order."""
+    """A resumed pass in the order of the first one repeats rows within it. Started again, it repeats none, but has that order."""
     lost = "0 if self.resumed else pass_number"
     status, verdicts, errors = folder.check(PERMUTED.replace("epoch = pass_number", f"epoch = {lost}"), PASSES)
     expected = {"second_pass": True, "second_pass_shuffled": False, "pass_boundary": True, "between_passes": False}
