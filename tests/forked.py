@@ -40,6 +40,7 @@ from dlac_pipeline.elastic.preload import PRELOAD_VARIABLE
 _IMPORTS = (
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.elastic.multiprocessing.api",
+    "torch._dynamo",
     "dlac_pipeline.train.training_run",
     "dlac_pipeline.dataset",
     "dlac_pipeline.elastic.agent",
@@ -120,9 +121,9 @@ def _fork_apart(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int
 def _fork_here(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
     """Do as `_fork_apart` in a program that was forked itself, unless a library has begun threads since.
 
-    A supervisor has two threads of its own by then. They may hold the locks of its streams, and no others.
+    A supervisor has three threads of its own by then. They may hold the locks of its streams, and no others.
     """
-    if not _is_fork_server(args) or not len(os.listdir("/proc/self/task")) == threading.active_count() <= 3:
+    if not _is_fork_server(args) or not len(os.listdir("/proc/self/task")) == threading.active_count() <= 4:
         return _spawn(path, args, passfds)
     sys.stdout.flush()
     sys.stderr.flush()
