@@ -20,7 +20,12 @@ from dlac_pipeline.lakehouse.masking import mask_secrets
 
 PRELOAD_VARIABLE = "DLAC_PRELOAD"
 """Set for the fork server alone: `title`, `log`, `problem` (two files), `folder` of the script, `modules` of the job spec."""
-_ALWAYS = ("torch.distributed.elastic.multiprocessing.api", "dlac_pipeline.train.training_run", "dlac_pipeline.dataset")
+_ALWAYS = (
+    "torch.distributed.elastic.multiprocessing.api",
+    "torch._dynamo",  # each optimizer imports it, which takes a second
+    "dlac_pipeline.train.training_run",
+    "dlac_pipeline.dataset",
+)
 _FORKABLE_THREADS = re.compile("jemalloc_bg_thd|cuda[0-9a-f]{11}")
 """Threads of Arrow's allocator, which a forked process begins again, and of NVML, which it is assumed not to need. The threads
 of CUDA's driver have such names too: `_has_opened_accelerator` finds those."""
