@@ -23,6 +23,7 @@ from benchmarks.figures import Figure, report
 from benchmarks.pairs_lab import factors
 from benchmarks.pairs_lab.course import try_combination, why_skipped
 from benchmarks.pairs_lab.factors import Combination
+from benchmarks.pairs_lab.scene import IMPORTED_BY_INITIALIZE
 from tests.forked import MORE_IMPORTS, fork_the_fork_server
 
 
@@ -51,7 +52,7 @@ def main() -> None:
     listed = [
         each for each in listed[chosen.first :] if all(word in factors.text_of(each) for word in chosen.only.split())
     ]
-    os.environ[MORE_IMPORTS] = "deepspeed,torchft,safetensors.torch"
+    os.environ[MORE_IMPORTS] = f"deepspeed,{IMPORTED_BY_INITIALIZE},torchft,safetensors.torch"
     os.environ["DS_ACCELERATOR"] = "cpu"
     fork_the_fork_server()
     with ThreadPoolExecutor(chosen.jobs) as pool:

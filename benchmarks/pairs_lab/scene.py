@@ -31,6 +31,8 @@ BATCH, EVERY, SECRET = 16, 5, "hunter2-never-show-me"
 _ROWS, _MORE, _SECOND = 240, 96, 10_000
 """Rows of the source, rows that are appended to it, and the first row id of the second source."""
 _SCRIPT = Path(__file__).parents[1] / "programs" / "pairs_rank.py"
+IMPORTED_BY_INITIALIZE = "deepspeed.runtime.zero.muon.original_muon"
+"""`deepspeed.initialize` imports it, and torch's inductor with it."""
 EXCLUDED = 24
 """A rewind excludes the rows below this id."""
 _DROP = """
@@ -157,7 +159,7 @@ class Scene:
                 "ranks_per_replica": 2 if engine == "dcp" else 1,
                 "world_size": 4 if engine == "dcp" else 2,
             }
-        preload = {"preload": ["deepspeed"]} if engine.startswith("zero") else {}
+        preload = {"preload": ["deepspeed", IMPORTED_BY_INITIALIZE]} if engine.startswith("zero") else {}
         return {"world_size": 1 if ranks == "one" else 2, **preload}
 
     def live_rows(self) -> Counter[int]:
