@@ -26,11 +26,8 @@ _MODELS = {
 }
 _SHOWN_COLUMNS = 12
 _Source = Annotated[
-    str | None,
-    Argument(
-        help="Table, as namespace.table, or Parquet files: a folder, a bucket, a file or a pattern. With --add: the job "
-        "file to copy, job.toml if unset."
-    ),
+    str,
+    Argument(help="Table, as namespace.table, or Parquet files: a folder, a bucket, a file or a pattern."),
 ]
 _Columns = Annotated[
     str | None,
@@ -48,10 +45,9 @@ _Columns = Annotated[
     "dlac init /data/points --run first",
     "dlac init 's3://bucket/pages/**/*.parquet' --table docs.pages --into pages",
     "dlac init docs.pages --catalog prod",
-    "dlac init --add second",
 )
 def init(
-    source: _Source = None,
+    source: _Source,
     into: Annotated[Path, Option(help="Folder of the new files. No file in it is overwritten.")] = Path(),
     run: Annotated[str | None, Option(help="Name of the run. Unset: that of the table.")] = None,
     columns: _Columns = None,
@@ -61,27 +57,15 @@ def init(
     catalog: Annotated[
         str | None, Option(help="Catalog, by its name in PyIceberg's configuration. Unset: the one in --home.")
     ] = None,
-    add: Annotated[
-        str | None,
-        Option(help="Name of a second run: write its job file, a copy of the first one's, and its Dagster asset."),
-    ] = None,
     home: ui.Home = None,
 ) -> None:
     """Write a job file, a training script and a Dagster project for a table, or for Parquet files in their place.
 
     Then train with them at once, and put your own model into train.py. A job file belongs to one run: a second experiment is a
-    second file, which --add writes.
+    second file, which `dlac new-run` writes.
     """
     from dlac_pipeline.operations.new_project import check_free, find_trainable, write_project
 
-    if add is not None:
-        others = {"--run": run, "--columns": columns, "--table": table, "--catalog": catalog}
-        if given := [name for name, value in others.items() if value is not None]:
-            raise typer.BadParameter(f"expected --add without {given[0]}: edit the job file that it writes")
-        _add_run(Path(source) if source else into / "job.toml", check_run_name(add), ui.place_options(None, home))
-        return
-    if source is None:
-        raise typer.BadParameter("expected a table or Parquet files, found none: name one, or add a run with --add")
     name = (table or _table_of(source)) if _is_location(source) else source
     named = re.sub(r"[^A-Za-z0-9._-]", "-", name.rpartition(".")[2]).lstrip("._-")[:100]
     run = check_run_name(run or named or "first")
@@ -96,6 +80,20 @@ def init(
     ui.show_text(f"wrote {', '.join(written)}")
     _show_choice(found)
     _show_next(run, into / "job.toml", ui.place_options(None, home))
+
+
+@ui.command(app, ui.TRAIN, "dlac new-run second", "dlac new-run second pages/job.toml", name="new-run")
+def new_run(
+    run: Annotated[str, Argument(help="Name of the run, and of its job file.")],
+    job_file: Annotated[Path, Argument(help="Job file of another run, which is copied.")] = Path("job.toml"),
+    home: ui.Home = None,
+) -> None:
+    """Write the job file of another run, a copy beside the first one, and its Dagster asset."""
+    from dlac_pipeline.operations.new_project import add_run
+
+    written = add_run(job_file, check_run_name(run))
+    ui.show_text(f"wrote {', '.join(written)}, after {job_file}")
+    _show_next(run, job_file.with_name(f"{run}{job_file.suffix}"), ui.place_options(None, home))
 
 
 def _register_files(source: str, name: str, config: "LakehouseConfig") -> "Lakehouse":
@@ -129,14 +127,6 @@ def _show_choice(found: "Trainable") -> None:
 def _listed(names: Sequence[str]) -> str:
     more = len(names) - _SHOWN_COLUMNS
     return ", ".join(names[:_SHOWN_COLUMNS]) + (f" and {more} more" if more > 0 else "")
-
-
-def _add_run(job_file: Path, run: str, options: tuple[str, ...]) -> None:
-    from dlac_pipeline.operations.new_project import add_run
-
-    written = add_run(job_file, run)
-    ui.show_text(f"wrote {', '.join(written)}, after {job_file}")
-    _show_next(run, job_file.with_name(f"{run}{job_file.suffix}"), options)
 
 
 def _is_location(source: str) -> bool:

@@ -248,7 +248,7 @@ def add_run(job_file: Path, run: str) -> list[str]:
     if taken:
         raise SpecInvalid(
             f"expected a run without files in {str(folder)!r}, found {', '.join(taken)}: nothing was written; choose another "
-            "name with --add"
+            "name"
         )
     return _write_new(folder, texts)
 

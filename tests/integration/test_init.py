@@ -264,19 +264,19 @@ def test_unreachable_catalog_is_named(folder: Path, here: Command, monkeypatch: 
 
 
 def test_second_run_is_a_second_file(folder: Path, here: Command) -> None:
-    """`--add` copies the job file under another name and adds a Dagster asset. What exists, or would be ignored, is refused."""
+    """`dlac new-run` copies the job file under another name and adds a Dagster asset. What exists is refused."""
     here("init", "numbers", "--into", "project", "--run", "first")
-    made = here("init", "--add", "second", "--into", "project")
+    made = here("new-run", "second", "project/job.toml")
     assert made.returncode == 0, made.stderr
     assert "dlac train project/second.toml" in made.stdout
     first, second = (read_spec(Path(f"project/{name}.toml")) for name in ("job", "second"))
     assert (second.run, second.model_copy(update={"run": "first"})) == ("second", first)
     assert "spec_file: ../../second.toml" in Path("project/assets/second/defs.yaml").read_text()
     refused = [
-        here("init", "--into", "project", *more.split())
-        for more in ("--add second", "--add a/b", "--add third --columns a", "project/none.toml --add third", "")
+        here("new-run", *more.split())
+        for more in ("second project/job.toml", "a/b project/job.toml", "third project/none.toml", "third", "")
     ]
-    assert [each.returncode for each in refused] == [64, 64, 2, 64, 2], [each.stderr for each in refused]
+    assert [each.returncode for each in refused] == [64, 64, 64, 64, 2], [each.stderr for each in refused]
     assert sorted(path.name for path in Path("project").glob("*.toml")) == ["dg.toml", "job.toml", "second.toml"]
 
 

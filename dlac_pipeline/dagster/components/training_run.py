@@ -134,7 +134,7 @@ class TrainingRun(dg.Component, dg.Model, dg.Resolvable):
             )
         raise SpecInvalid(
             f"expected the job file of run {loaded.run!r} with its lakehouse, found those of {now.run!r}: restore the file, "
-            "write a second one with `dlac init --add`, or reload the definitions"
+            "write a second one with `dlac new-run`, or reload the definitions"
         )
 
     def _attributes(self, stage: str) -> dict[str, Any]:
