@@ -20,6 +20,7 @@ from typing import Any
 
 from dlac_pipeline.integrations.listeners.events import Listener, ProgressMade, RunEvent
 from dlac_pipeline.integrations.listeners.translate import EventTranslator
+from dlac_pipeline.lakehouse.errors import BadInput
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
 from dlac_pipeline.spec.listeners_spec import GROUP
 
@@ -78,8 +79,8 @@ class Subscription:
         listener: Listener | None = None
         try:
             listener = self._make()
-        except Exception:
-            self._note_error("did not start, and receives no events")
+        except Exception as err:
+            self._note_error("did not start, and receives no events", err)
         while (event := self._take()) is not None:
             if listener is not None:
                 self._call(listener.on_event, event)
@@ -95,14 +96,15 @@ class Subscription:
     def _call(self, method: Callable[..., None], *arguments: RunEvent) -> None:
         try:
             method(*arguments)
-        except Exception:
-            self._note_error("raised, and receives further events")
+        except Exception as err:
+            self._note_error("raised, and receives further events", err)
 
-    def _note_error(self, what: str) -> None:
+    def _note_error(self, what: str, err: Exception) -> None:
         """Count an error. Only the first one is logged."""
         self.errors += 1
         if self.errors == 1:
-            _log.warning("listener %r %s", self.name, what, exc_info=True)
+            trace = None if isinstance(err, BadInput) else err
+            _log.warning("listener %r %s: %s", self.name, what, err, exc_info=trace)
 
 
 def main() -> int:
@@ -152,8 +154,10 @@ def _make(name: str, options: Mapping[str, Any], spec: JobSpec) -> Listener:
         own = import_module(f"dlac_pipeline.integrations.listeners.{module}")
         made: Listener = getattr(own, kind)(getattr(spec.listeners, name), spec)
         return made
-    (point,) = entry_points(group=GROUP, name=name)
-    other: Listener = point.load()(**options)
+    points = entry_points(group=GROUP, name=name)
+    if not points:  # a command may run elsewhere than the launches, which check it
+        raise BadInput(f"expected an entry point {name!r} in the group {GROUP!r}, found none: install its package here")
+    other: Listener = points[name].load()(**options)
     return other
 
 
