@@ -19,6 +19,11 @@ ReaderState = list[list[Cursor]]
 """The cursor of each source and key group: state[source][group]."""
 
 
+def reader_state_of(numbers: Sequence[Sequence[Sequence[int]]]) -> ReaderState:
+    """Return the reader state that JSON holds: a cursor is [pass, block, position, offset]."""
+    return [[Cursor(*cursor) for cursor in cursors] for cursors in numbers]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LegSettings:
     """Settings that, with its sources, determine the order of a leg."""

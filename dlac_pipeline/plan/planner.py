@@ -1,7 +1,6 @@
 """From a source to a plan: pin the snapshot, list its row groups, write them down as work units under a content id."""
 
 import json
-import logging
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -16,7 +15,6 @@ from pyiceberg.table import Table
 from pyiceberg.table.snapshots import Snapshot
 
 from dlac_pipeline.lakehouse.errors import EmptyPlan, NoSuchColumn, SpecInvalid
-from dlac_pipeline.lakehouse.external.locations import split_identifier
 from dlac_pipeline.lakehouse.external.mirror import load_version
 from dlac_pipeline.lakehouse.filters.grammar import parse_filter
 from dlac_pipeline.lakehouse.history.row_matching import identity_keys
@@ -25,7 +23,7 @@ from dlac_pipeline.lakehouse.iceberg.pins import hold
 from dlac_pipeline.lakehouse.iceberg.row_groups import RowGroup, row_groups_of
 from dlac_pipeline.lakehouse.iceberg.snapshots import schema_id_of, snapshot_of
 from dlac_pipeline.lakehouse.ledger.plans import WORK_UNITS_ARROW, PlanRow, find_plan, read_units, write_plan
-from dlac_pipeline.lakehouse.registration.register import LOCATION, check_registered
+from dlac_pipeline.lakehouse.registration.register import check_registered, name_outside
 from dlac_pipeline.plan.plan import Plan, unit_table
 from dlac_pipeline.plan.row_keys import row_keys_of, write_row_keys
 from dlac_pipeline.plan.units import Ints
@@ -33,8 +31,6 @@ from dlac_pipeline.rows.columns import check_names, kinds_of
 from dlac_pipeline.rows.transform import ROW, load_transform
 from dlac_pipeline.spec.job_spec import SourceSpec
 
-_log = logging.getLogger(__name__)
-_DATA_FOLDERS = ("write.data.path", "write.object-storage.path", "write.folder-storage.path")
 """Properties of an Iceberg table that name other folders for its data files."""
 _FACTS = ("source_table", "table_uuid", "snapshot_id", "tag", "schema_id", "row_filter", "columns", "exclude")
 """Fields of a plan's row that do not depend on its units."""
@@ -77,7 +73,7 @@ def make_plan(
         exclude=source.exclude,
         without_nulls=without_nulls,
     )
-    _name_outside(table, source.table, {group.file_path for group in groups})
+    name_outside(table, source.table, {group.file_path for group in groups})
     if dead:
         groups = [_without(group, dead[group.file_path]) if group.file_path in dead else group for group in groups]
     if not any(group.rows > len(group.dead) for group in groups):
@@ -98,23 +94,6 @@ def make_plan(
         exclude=json.dumps(source.exclude),
         base_plan_id=None,
     )
-
-
-def _name_outside(table: Table, name: str, paths: Collection[str]) -> None:
-    """Log that data files are outside of the table's own folders, as those of a shallow clone or of `add_files` are."""
-    external = split_identifier(name)
-    own = (
-        (table.location(), *(table.properties.get(each, "") for each in _DATA_FOLDERS))
-        if external is None
-        else external[1:]
-    )
-    roots = tuple(f"{root.removeprefix('file://').rstrip('/')}/" for root in own if root)
-    outside = sorted(path for path in paths if not path.removeprefix("file://").startswith(roots))
-    if outside and LOCATION not in table.properties:
-        _log.warning(
-            "%d of %d data files of %s are outside of its folder %s, such as %s: they are read, because the table names them",
-            *(len(outside), len(paths), name, own[0], outside[0]),
-        )
 
 
 def check_source(table: Table, source: SourceSpec, snapshot: Snapshot) -> Schema:

@@ -9,6 +9,7 @@ from pydantic import Field, ValidationError
 
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.spec.job_spec import JobSpec
+from dlac_pipeline.spec.listeners_spec import check_listeners
 from dlac_pipeline.spec.spec_problems import Section, Timeout, Wait
 
 OPERATOR = "operator"
@@ -47,6 +48,13 @@ class Request(LaunchChoices):
     """The orchestrator's run. Empty: none, and a takeover is noticed at the next commit only."""
     fence_look_s: Timeout = 10.0
     """Seconds between two looks whether another launch has taken the run over."""
+
+    def check_here(self) -> None:
+        """Raise `SpecInvalid` if the script or a listener is missing on this machine, or `BadInput` for a listener's package."""
+        script = self.spec.launch.script
+        if not Path(script).is_file():
+            raise SpecInvalid(f"expected a training script at launch.script = {script!r}, found no such file")
+        check_listeners(self.spec.listeners)
 
 
 def pack(request: Request) -> str:

@@ -11,12 +11,13 @@ from pathlib import Path
 
 from dlac_pipeline.elastic.round import RESUME, Round
 from dlac_pipeline.lakehouse.errors import LeftUnfinished
+from dlac_pipeline.lakehouse.ledger.commits import new_nonce
 from dlac_pipeline.lakehouse.ledger.older_ledger import LedgerWatch
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.supervise.attempt_state import AttemptMachine, AttemptState, Decision, Observation
 from dlac_pipeline.supervise.choose_leg import ResumeOptions
-from dlac_pipeline.supervise.claim import ClaimRequest, ResumePoint, claim_and_verify, new_nonce
+from dlac_pipeline.supervise.claim import ClaimRequest, ResumePoint, claim_and_verify
 from dlac_pipeline.supervise.distributed_verify import NodeVerifiers
 from dlac_pipeline.supervise.failure import (
     STOPPED_FILE,

@@ -19,8 +19,8 @@ from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, lineage_of,
 from dlac_pipeline.plan.legs.choice import check_sources, first_leg, plan_sources, requested_leg
 from dlac_pipeline.plan.legs.follow import LegRequest, leaving_out, next_leg
 from dlac_pipeline.plan.legs.leg import Leg, Unreadable
+from dlac_pipeline.plan.order import reader_state_of
 from dlac_pipeline.plan.plan import Plans
-from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.spec.job_spec import JobSpec, SourceSpec
 
 
@@ -99,7 +99,7 @@ class LegChooser:
         self._check_plans(leg)
         spec = excluding(self._spec, exclusions_in_force(rows))
         request = LegRequest(requested=requested, repin=self._options.repin, unreadable=self._options.unreadable)
-        state = [[Cursor(*cursor) for cursor in cursors] for cursors in manifest.reader_state]
+        state = reader_state_of(manifest.reader_state)
         return next_leg(self._plans, spec, leg, request, step=manifest.step, state=state)
 
     def _check_plans(self, leg: Leg) -> None:

@@ -1,7 +1,6 @@
 """Recovery coordinator: claim the run, find the checkpoint to resume from, and verify it. A killed recovery can be repeated."""
 
 import json
-import secrets
 import socket
 import threading
 import time
@@ -15,15 +14,14 @@ from dlac_pipeline.checkpoint.restore.verified_copy import Restored, Verify, res
 from dlac_pipeline.checkpoint.store import Tiers, tiers_of
 from dlac_pipeline.lakehouse import errors
 from dlac_pipeline.lakehouse.ledger.branches import moves_back
-from dlac_pipeline.lakehouse.ledger.commits import Attempt, claim, quarantine
+from dlac_pipeline.lakehouse.ledger.commits import Attempt, claim, new_nonce, quarantine
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger, RunState
 from dlac_pipeline.lakehouse.ledger.older_ledger import check_store, commit_marked
 from dlac_pipeline.lakehouse.ledger.run_rows import Fence, checkpoint_rows, lineage_of, restorable_rows, way_out
 from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, CheckpointRow, LedgerRow
 from dlac_pipeline.plan.legs.leg import Leg
-from dlac_pipeline.plan.order import ReaderState
+from dlac_pipeline.plan.order import ReaderState, reader_state_of
 from dlac_pipeline.plan.plan import Plans
-from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.choose_leg import LegChooser, ResumeOptions, leg_of, planned
 from dlac_pipeline.supervise.memory.memory_choice import ClaimedState, FindStates, MemoryChoice, legs_of, states_here
@@ -83,7 +81,7 @@ class ResumePoint:
     @property
     def cursors(self) -> ReaderState:
         """Cursor of each source and key group. Empty without a checkpoint."""
-        return [[Cursor(*cursor) for cursor in cursors] for cursors in self.reader_state or []]
+        return reader_state_of(self.reader_state or [])
 
     def to_json(self) -> str:
         """Return this resume point as JSON, for the ranks."""
@@ -129,11 +127,6 @@ class ResumePoint:
     def from_json(cls, text: str) -> "ResumePoint":
         """Return the resume point that `to_json` wrote."""
         return cls(**json.loads(text))
-
-
-def new_nonce() -> str:
-    """Return a name for one launch that no other launch has."""
-    return secrets.token_hex(4)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,8 +10,9 @@ from pydantic import TypeAdapter
 
 from dlac_pipeline.checkpoint.store import tiers_of
 from dlac_pipeline.elastic.round import LEADER, RESUME, VERDICT, Round
+from dlac_pipeline.lakehouse.ledger.commits import new_nonce
 from dlac_pipeline.supervise.attempt_state import AttemptMachine, AttemptState, Decision, Observation
-from dlac_pipeline.supervise.claim import ResumePoint, new_nonce
+from dlac_pipeline.supervise.claim import ResumePoint
 from dlac_pipeline.supervise.distributed_verify import NodeVerifier
 from dlac_pipeline.supervise.failure import Failure, planned_end
 from dlac_pipeline.supervise.ranks.all_ranks import LEAVE, REQUESTS_REPORTS, STOP, report_of

@@ -32,7 +32,6 @@ class Supervision:
 
     request: Request
     lakehouse: Lakehouse
-    plans: Plans
     starter: RankStarter
     on_event: Callable[[Event], None]
     listeners: ListenerProcess | None = None
@@ -44,11 +43,13 @@ class Supervision:
     """Set when only this node was asked to leave."""
     launched_at: float = field(default_factory=time.time)
     """Start of this supervisor, in seconds since the epoch."""
+    plans: Plans = field(init=False)
     memory: NodeMemory = field(init=False)
     recorder: RecoveryRecorder = field(init=False)
 
     def __post_init__(self) -> None:
-        """Find the memory states of this node, and make the recorder."""
+        """Find the memory states of this node, and make the plans and the recorder."""
+        object.__setattr__(self, "plans", Plans(self.lakehouse))
         object.__setattr__(self, "memory", NodeMemory(self.spec, name=f"{self.spec.run}@{self.ledger_uuid}"))
         object.__setattr__(self, "recorder", RecoveryRecorder(self.lakehouse, stop=self.stop))
 

@@ -5,16 +5,13 @@ import time
 from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 from dlac_pipeline.checkpoint.memory.states import check_memory
 from dlac_pipeline.elastic.membership import EndedElsewhere, Membership
 from dlac_pipeline.elastic.round import VERDICT, Round
 from dlac_pipeline.lakehouse import errors
 from dlac_pipeline.lakehouse.iceberg.connect import check_tables_may_exist
-from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.launch_request import Request
-from dlac_pipeline.spec.listeners_spec import check_listeners
 from dlac_pipeline.supervise.attempt import Rescale, SupervisedAttempt
 from dlac_pipeline.supervise.choose_leg import ResumeOptions
 from dlac_pipeline.supervise.failure import Failure, planned_end
@@ -91,11 +88,7 @@ class Supervisor:
             DlacError: a rank failed with an error that another attempt would meet again.
         """
         spec = self._spec
-        if not Path(spec.launch.script).is_file():
-            raise errors.SpecInvalid(
-                f"expected a training script at launch.script = {spec.launch.script!r}, found no such file"
-            )
-        check_listeners(spec.listeners)
+        self._request.check_here()
         check_memory(spec)
         with suppress(errors.CatalogUnreachable):  # which a recovery waits for below
             # before the starter makes a folder in the home folder
@@ -114,7 +107,6 @@ class Supervisor:
         supervision = Supervision(
             request=self._request,
             lakehouse=lakehouse,
-            plans=Plans(lakehouse),
             starter=self._starter,
             on_event=self._on_event,
             listeners=self._listeners,

@@ -15,8 +15,7 @@ from dlac_pipeline.elastic.ranks.script_errors import describe_exception
 from dlac_pipeline.lakehouse.errors import MemoryStateLost
 from dlac_pipeline.lakehouse.ledger.arrow_rows import parse_columns
 from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow
-from dlac_pipeline.plan.order import LegOrder, ReaderState
-from dlac_pipeline.plan.source_order import Cursor
+from dlac_pipeline.plan.order import LegOrder, ReaderState, reader_state_of
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.claim import ResumePoint
 from dlac_pipeline.supervise.fetch_checkpoint import load_checkpoint
@@ -60,7 +59,7 @@ def read_memory(point: ResumePoint, order: LegOrder) -> RestoredMemory | None:
         cursors = agreed_reader_state(order, state.votes(), point.step)
     return RestoredMemory(
         state=state,
-        cursors=[[Cursor(*cursor) for cursor in each] for each in cursors],
+        cursors=reader_state_of(cursors),
         trained=trained,
         advances=[row for row in parse_columns(trained.advances) if isinstance(row, AdvanceRow)],
     )

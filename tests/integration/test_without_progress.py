@@ -12,7 +12,6 @@ from dlac_pipeline.elastic.round import Round
 from dlac_pipeline.lakehouse.errors import MemoryStateLost, NoProgress
 from dlac_pipeline.lakehouse.ledger.commits import claim
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.attempt import SupervisedAttempt
 from dlac_pipeline.supervise.choose_leg import ResumeOptions
@@ -30,7 +29,6 @@ def attempts(arena: Arena, count: int) -> tuple[RestartPolicy, list[SupervisedAt
     supervision = Supervision(
         request=Request(spec=arena.spec("r", attempts_without_progress=2)),
         lakehouse=arena.lakehouse,
-        plans=Plans(arena.lakehouse),
         starter=RankStarter(),
         on_event=lambda event: None,
     )

@@ -57,9 +57,7 @@ def _spec(folder: Path) -> JobSpec:
 
 
 def _supervision(spec: JobSpec, starter: RankStarter) -> Supervision:
-    return Supervision(
-        request=Request(spec=spec), lakehouse=Mock(), plans=Mock(), starter=starter, on_event=lambda event: None
-    )
+    return Supervision(request=Request(spec=spec), lakehouse=Mock(), starter=starter, on_event=lambda event: None)
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """Rules of appends to a run's ledger: claim, checkpoint, quarantine, name, export, verify, finish."""
 
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -19,6 +20,11 @@ class Attempt:
     run: str
     number: int
     nonce: str
+
+
+def new_nonce() -> str:
+    """Return a name for one launch that no other launch has."""
+    return secrets.token_hex(4)
 
 
 def claim(
