@@ -96,8 +96,9 @@ def _lineage(scene: Scene) -> list[CheckpointRow]:
 
 def _forget(scene: Scene, steps: list[Step]) -> int:
     """Forget a row, train without it, and certify."""
-    row = scene.chance.choice(sorted(row for row in scene.chance.choice(steps).rows if row < 10_000))
-    where, spec = [f"row_id = {row}"], scene.spec()
+    rows = sorted({row for step in steps for row in step.rows if row < 10_000})
+    row, spec = scene.chance.choice(rows), scene.spec()
+    where = [f"row_id = {row}"]
     specs = {scene.run: spec}.get
     execute_forget(scene.lakehouse, "src.t", where, specs)
     train(scene)
