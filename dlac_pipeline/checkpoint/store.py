@@ -12,7 +12,7 @@ from pathlib import Path
 
 from dlac_pipeline.lakehouse.durable_io import make_folder_durably, write_durably
 from dlac_pipeline.lakehouse.errors import SpecInvalid, StoreUnavailable
-from dlac_pipeline.lakehouse.named_catalogs import configured
+from dlac_pipeline.lakehouse.named_catalogs import check_properties, configured
 from dlac_pipeline.lakehouse.store_files import StoreFiles, below, is_local, make_below, path_at
 from dlac_pipeline.spec.job_spec import JobSpec
 
@@ -76,6 +76,7 @@ class Tiers:
 def tiers_of(spec: JobSpec) -> Tiers:
     """Return the places of the checkpoints of a resolved spec."""
     settings = spec.checkpoint
+    check_properties(settings.store_properties)
     files = StoreFiles(
         {**configured(spec.lakehouse).properties, **settings.store_properties}, deadline_s=settings.store_deadline_s
     )

@@ -33,6 +33,7 @@ from dlac_pipeline.cli import (
 from dlac_pipeline.cli.display import Interrupted
 from dlac_pipeline.cli.shared import ERR, OUT, TRAIN, terminal_text
 from dlac_pipeline.lakehouse.errors import BadInput, DlacError
+from dlac_pipeline.lakehouse.variables import check_pyiceberg
 from dlac_pipeline.launchers.bug_report import report_unexpected
 
 _EX_IOERR = 74
@@ -110,6 +111,7 @@ def main() -> None:
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115  # stays open until this process ends
     try:
         try:
+            check_pyiceberg(os.environ)  # before a command imports PyIceberg
             with _interruptible():
                 app()
         finally:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dlac_pipeline.lakehouse.errors import SpecInvalid
+from dlac_pipeline.lakehouse.variables import warn_of_variables
 from dlac_pipeline.spec.launch_spec import LaunchSpec
 
 _PREFIX = "PET_"
@@ -64,6 +65,8 @@ def _parse(options: Sequence[str], environment: Mapping[str, str]) -> dict[str, 
     parser = get_args_parser()
     parser.exit_on_error = False
     names = vars(parser.parse_args(["script"]))
+    variables = {f"{_PREFIX}{name.upper()}" for name in names}
+    warn_of_variables([name for name in environment if name.startswith(_PREFIX)], variables, "torchrun")
     absent = {name: _ABSENT for name in names if f"{_PREFIX}{name.upper()}" not in environment}
     parser.set_defaults(**absent)
     try:

@@ -1,25 +1,39 @@
 """Catalogs by their name in PyIceberg's own configuration, which is read again here, so that the present environment counts.
 
-The result has passwords and keys: it stays in memory, and job specs keep the name alone.
+The result has passwords and keys: it stays in memory, and job specs keep the name alone. PyIceberg ignores misspelled variables
+and properties, so they are named here.
 """
 
 import os
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, get_args
 
+import pyiceberg.io
 from pydantic import ValidationError
 from pyiceberg.utils.config import PYICEBERG_HOME, PYICEBERG_YML, Config
 from strictyaml import YAMLError  # type: ignore[import-untyped]  # published without types
 
 from dlac_pipeline.lakehouse.config import CUSTOM_CATALOG, LakehouseConfig
-from dlac_pipeline.lakehouse.errors import CatalogMisconfigured
+from dlac_pipeline.lakehouse.errors import CatalogMisconfigured, SpecInvalid
 from dlac_pipeline.lakehouse.masking import mask_secrets
+from dlac_pipeline.lakehouse.variables import check_pyiceberg, similar_name
 
 _KINDS = get_args(LakehouseConfig.model_fields["type"].annotation)
+_PROPERTIES = frozenset(
+    [*("type", "uri", "warehouse", "token", "credential", "scope", CUSTOM_CATALOG)]
+    + [value for name, value in vars(pyiceberg.io).items() if name.isupper() and isinstance(value, str)]
+)
 
 
 def configured(config: LakehouseConfig) -> LakehouseConfig:
-    """Return settings with those that PyIceberg has under their name. Own ones win. Raises `CatalogMisconfigured`."""
+    """Return settings with those that PyIceberg has under their name. Own ones win.
+
+    Raises `CatalogMisconfigured`, or `SpecInvalid` as `check_properties` and `check_pyiceberg`.
+    """
+    check_pyiceberg(os.environ)
+    check_properties(config.properties)
     if not config.is_named:
         return config
     found = _find(str(config.name))
@@ -28,6 +42,7 @@ def configured(config: LakehouseConfig) -> LakehouseConfig:
             return config
         raise CatalogMisconfigured(_unknown(str(config.name)))
     given = {name: value for name in ("type", "uri", "warehouse") if (value := getattr(config, name))}
+    check_properties(found)
     places = {name: found.pop(name, "") for name in ("type", "uri", "warehouse")} | given
     if CUSTOM_CATALOG in found:
         places["type"] = ""
@@ -44,6 +59,17 @@ def configured(config: LakehouseConfig) -> LakehouseConfig:
             f"expected the settings of a catalog in PyIceberg's configuration of {config.name!r}, found: "
             f"{mask_secrets(str(err.errors()[0]['msg']))}: correct them"
         ) from err
+
+
+def check_properties(names: Iterable[str]) -> None:
+    """Raise `SpecInvalid` for the name of a property that is that of one of PyIceberg's in another spelling."""
+    for name in names:
+        family = re.split("[._-]", name.lower())[0]
+        meant = similar_name(
+            name, {each for each in _PROPERTIES if each.partition(".")[0] == family or "." not in name + each}
+        )
+        if meant:
+            raise SpecInvalid(f"expected a property of PyIceberg such as {meant!r}, found {name!r}, which it ignores")
 
 
 def source_catalog(name: str) -> LakehouseConfig:
