@@ -17,12 +17,15 @@ from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.external.locations import external_identifier
 from dlac_pipeline.lakehouse.ledger.run_rows import check_run_name
 from dlac_pipeline.lakehouse.masking import note_secrets
+from dlac_pipeline.lakehouse.variables import similar_name, warn_of_variables
 from dlac_pipeline.spec import spec_problems
 from dlac_pipeline.spec.launch_spec import ClusterSpec, LaunchSpec
 from dlac_pipeline.spec.listeners_spec import ListenersSpec
 
 _HOME = ".dlac"
 """Name of the folder of an embedded lakehouse."""
+_VARIABLES = ("DLAC_HOME",)
+_MOST_VALUES = 100_000
 
 
 class SourceSpec(spec_problems.Section):
@@ -264,7 +267,7 @@ class CheckpointSpec(spec_problems.Section):
     @field_validator("memory")
     @classmethod
     def _is_absolute(cls, memory: str) -> str:
-        if memory and (not memory.startswith("/") or "\0" in memory):
+        if memory and not memory.startswith("/"):
             raise ValueError(f'expected the absolute path of a folder of shared memory, or "", found {memory!r}')
         return memory
 
@@ -412,6 +415,7 @@ def home_folder() -> Path:
     """
     if given := os.environ.get("DLAC_HOME"):
         return Path(given)
+    warn_of_variables([name for name in os.environ if similar_name(name, _VARIABLES)], _VARIABLES, "DLAC")
     here = Path.cwd()
     found = (folder / _HOME for folder in here.parents if _is_own(folder / _HOME))
     return Path(_HOME) if (here / _HOME).exists() else next(found, Path(_HOME))
@@ -463,7 +467,21 @@ def read_spec(path: Path, *, overrides: Mapping[str, Any] | None = None) -> JobS
         raise SpecInvalid(f"cannot read the job spec {str(path)!r}: {err}") from err
     if not isinstance(raw, dict):
         raise SpecInvalid(f"expected a table of settings in {str(path)!r}, found {type(raw).__name__}")
+    if _is_too_large(raw):
+        raise SpecInvalid(
+            f"expected at most {_MOST_VALUES:,} values in the job spec {str(path)!r}, found more, or aliases in a circle: "
+            "write the settings out"
+        )
     return spec_of_file(raw, folder=path.parent, origin=repr(str(path)), overrides=overrides or {})
+
+
+def _is_too_large(raw: object) -> bool:
+    """Return True if a spec has too many values. A few lines of YAML have any number of them, by aliases."""
+    left, count = [raw], 0
+    while left and count <= _MOST_VALUES:
+        value, count = left.pop(), count + 1
+        left += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return count > _MOST_VALUES
 
 
 def spec_of_file(raw: dict[str, Any], *, folder: Path, origin: str, overrides: Mapping[str, Any]) -> JobSpec:

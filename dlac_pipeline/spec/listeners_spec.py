@@ -98,6 +98,8 @@ class ListenersSpec(Section):
     def _take_other_names(cls, raw: Any) -> Any:
         if not isinstance(raw, dict) or not isinstance(raw.get("other", {}), dict):
             return raw
+        if raw.get("other") == {} and len(raw) < len(cls.model_fields):  # in a whole section it is the default
+            raise ValueError("expected a table [listeners.NAME], found an empty [listeners.other]: name a listener")
         short = {name: table for name, table in raw.items() if name not in cls.model_fields and isinstance(table, dict)}
         rest = {name: value for name, value in raw.items() if name not in short}
         return {**rest, "other": {**rest.get("other", {}), **short}} if short else rest
@@ -105,6 +107,10 @@ class ListenersSpec(Section):
     @field_validator("other")
     @classmethod
     def _have_tables(cls, other: dict[str, Any]) -> dict[str, Any]:
+        if own := sorted(other.keys() & _PACKAGES.keys()):
+            raise ValueError(
+                f"expected a listener of another distribution, found {own[0]!r}: write [listeners.{own[0]}]"
+            )
         wrong = [name for name, options in other.items() if not isinstance(options, dict)]
         if wrong:
             raise ValueError(f"expected a table of options for {wrong[0]!r}, found {type(other[wrong[0]]).__name__}")

@@ -22,6 +22,10 @@ _WITH_SECRETS = ("lakehouse", "checkpoint", "launch", "cluster", "listeners", "p
 """Sections in which an unknown field may be a misplaced secret."""
 _NOT_A_SECTION = ("model_type", "model_attributes_type", "dict_type", "list_type")
 """Problems of a value in the place of a section, of free settings or of a list."""
+_DATA = ("row_filter", "exclude", "params")
+"""Settings whose text is compared with data, or read by the script. NUL may be part of it."""
+_SPACES = ("begin_token", "end_token", "termination_match", "row_filter")
+"""Settings that may be spaces, or say more about them."""
 LONGEST_WAIT_S = 1_209_600
 """Two weeks: the longest time that a setting lets something wait. Timers of sockets end at 24 days."""
 Wait = Annotated[float, Ge(0), Le(LONGEST_WAIT_S)]
@@ -39,6 +43,13 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True, use_attribute_docstrings=True
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _is_filled(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, str) and value.isspace() and info.field_name not in _SPACES:
+            raise ValueError(f"expected a value, found the blank {value!r}: fill it in, or leave the setting out")
+        return value
 
     @field_validator("*", mode="before")
     @classmethod
@@ -97,11 +108,26 @@ def validate(section: type[_SectionT], raw: object, *, invalid: str) -> _Section
 
     `invalid` begins the error, such as "'job.toml' is not a valid job spec".
     """
+    if with_nul := list(_places_of_nul(raw)):
+        places = ", ".join(describe_place(path, section) for path in with_nul)
+        raise SpecInvalid(f"{invalid}:\n  {places}: expected text without NUL, found NUL in it: remove it")
     try:
         return section.model_validate(raw)
     except ValidationError as err:
         found = [(describe_place(each["loc"], section), describe_problem(each, section)) for each in err.errors()]
         raise SpecInvalid(f"{invalid}:\n" + "\n".join(f"  {place}: {text}" for place, text in found)) from err
+
+
+def _places_of_nul(value: object, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    """Yield the path of each text with NUL, which no file, process or database can be named with."""
+    if isinstance(value, str) and "\0" in value:
+        yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, each in items:
+        if isinstance(name, str) and "\0" in name:
+            yield path
+        elif name not in _DATA:
+            yield from _places_of_nul(each, (*path, name))
 
 
 def describe_place(path: Sequence[str | int], root: type[BaseModel]) -> str:

@@ -110,7 +110,7 @@ def test_port_is_in_range(rendezvous: str) -> None:
         LaunchSpec(script="x.py", rendezvous=rendezvous)
 
 
-@pytest.mark.parametrize("env", [{"": "x"}, {"A=B": "x"}, {"A\0": "x"}, {"A": "x\0"}])
+@pytest.mark.parametrize("env", [{"": "x"}, {"A=B": "x"}, {"A\n": "x"}])
 def test_variable_can_be_set(env: dict[str, str]) -> None:
     """No process can be started with such an environment."""
     with pytest.raises(ValidationError, match="expected names without"):

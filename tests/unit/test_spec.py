@@ -211,3 +211,36 @@ def test_damaged_record_is_refused(raw: object) -> None:
     """A recorded spec of another type is named, as one in a launch folder that was damaged."""
     with pytest.raises(SpecInvalid, match=r"the record"):
         parse_recorded(raw, origin="the record")
+
+
+@pytest.mark.parametrize(
+    ("section", "values"),
+    [
+        ("sequences", {"tokenizer": "a\0b"}),
+        ("checkpoint", {"store_properties": {"a": "b\0"}}),
+        ("launch", {"script": "x.py", "args": ["\0"]}),
+        ("cluster", {"pod": {"a": [{"b\0": 1}]}}),
+        ("source", {"table": "s.t", "columns": ["x"], "name": " "}),
+        ("listeners", {"prometheus": {"host": "\t"}}),
+        ("listeners", {"other": {}}),
+        ("listeners", {"other": {"prometheus": {}}}),
+    ],
+)
+def test_text_without_meaning_is_refused(section: str, values: dict[str, Any]) -> None:
+    """NUL, blanks and empty tables would have no effect, or fail late. A filter, a token and params may have them."""
+    with pytest.raises(SpecInvalid, match=section):
+        parse_spec({**GOOD, section: values}, origin="it")
+    free = {"params": {"x": "\0"}, "sequences": {"length": 8, "tokenizer": "t.json", "end_token": " "}}
+    assert parse_spec({**GOOD, **free}, origin="it").params == {"x": "\0"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["a: &a [*a]", "\n".join(["a0: &a0 [x, x]", *(f"a{n}: &a{n} [{f'*a{n - 1}, ' * 9}]" for n in range(1, 40))])],
+)
+def test_multiplied_spec_is_refused(tmp_path: Path, text: str) -> None:
+    """A few lines of YAML with aliases stand for more values than anyone waits for."""
+    path = tmp_path / "job.yaml"
+    path.write_text(text)
+    with pytest.raises(SpecInvalid, match="aliases in a circle"):
+        read_spec(path)
