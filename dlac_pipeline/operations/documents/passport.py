@@ -118,13 +118,14 @@ class OpenPassport:
             lists = {name: tuple(map(tuple, found[name])) for name in ("files", "identities")}
             self.facts = Passport(**{**found, **lists, "incomplete": tuple(found["incomplete"])})
             columns = [json.loads(identity) for _, identity in self.facts.identities]
-            if (
-                not content
-                or len(content) % 3
-                or type(seed) is not int
-                or not all(type(each) is dict for each in columns)
-            ):
+            if not content or len(content) % 3 or not all(type(each) is dict for each in columns):
                 raise ValueError("it has no filter, or no columns")
+            is_list = type(found["incomplete"]) is list
+            numbers = [seed, self.facts.step, self.facts.documents]
+            texts = [self.facts.run, self.facts.checkpoint_id, *self.facts.incomplete]
+            are_numbers = all(type(each) is int and each >= 0 for each in numbers)
+            if not (is_list and are_numbers and all(type(each) is str for each in texts)):
+                raise ValueError("it has facts of other types")
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as err:
             raise SpecInvalid(
                 f"expected a passport that `dlac export` wrote at {str(path)!r}, found {err!r}: export the checkpoint again, "
