@@ -53,6 +53,8 @@ def spec_of_attempt(lakehouse: Lakehouse, rows: Sequence[LedgerRow], run: str, a
         )
     try:
         spec = parse_recorded(json.loads(path.read_text()), origin=repr(str(path))).resolved(home_folder())
+        if spec.run != run:
+            raise SpecInvalid(f"that of run {spec.run!r}")
     except (ValueError, RecursionError, SpecInvalid) as err:  # the file is incomplete, or damaged
         raise NoSuchJobSpec(
             f"expected the job spec of run {run!r} at {str(path)!r}, found none ({err}): name it with --spec FILE"
