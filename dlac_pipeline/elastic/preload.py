@@ -60,7 +60,7 @@ def _import(name: str, problem: Path, *, advice: str) -> None:
         threads = _threads()
         if threads:
             raise RuntimeError(f"it began the threads {threads}, which do not survive a fork")
-    except Exception as err:
+    except (Exception, SystemExit) as err:
         found = mask_secrets(f"{type(err).__name__}: {err}")
         problem.write_text(
             f'expected to import {name!r} before ranks are forked, found {found}; {advice}set launch.start = "spawn"'

@@ -84,7 +84,7 @@ def _from_file(path: Path) -> tuple[ModuleType, bytes]:
     try:
         # These bytes, not those of a stale .pyc: the digest is that of the code that runs.
         exec(compile(source, str(path), "exec"), module.__dict__)
-    except Exception as err:
+    except (Exception, SystemExit) as err:
         raise _import_failed(str(path), err) from err
     return module, source
 
@@ -92,11 +92,11 @@ def _from_file(path: Path) -> tuple[ModuleType, bytes]:
 def _imported(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
-    except Exception as err:
+    except (Exception, SystemExit) as err:
         raise _import_failed(name, err) from err
 
 
-def _import_failed(origin: str, err: Exception) -> TransformFailed:
+def _import_failed(origin: str, err: BaseException) -> TransformFailed:
     return TransformFailed(f"expected {origin!r} to be imported, found {type(err).__name__}: {err}; correct it")
 
 
