@@ -160,7 +160,7 @@ def _define(
 
 def write_database(lakehouse: Lakehouse, path: Path) -> None:
     """Write the tables, views and macros to a new DuckDB file, which is read without DLAC. Raises `SpecInvalid` if it cannot."""
-    if path.exists():
+    if path.exists() or path.is_symlink():
         raise SpecInvalid(
             f"expected the name of a new file, found the file {str(path)!r}: remove it, or name another one"
         )

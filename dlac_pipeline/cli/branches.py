@@ -57,6 +57,10 @@ def rewind(
         raise SpecInvalid(
             f"expected --to-step or --checkpoint, found {to_step!r} and {checkpoint!r}: name one checkpoint"
         )
+    if source is not None and not exclude:
+        raise SpecInvalid(
+            f"expected --source with --exclude only, found {source!r}: name the rows to exclude, or leave it out"
+        )
     lakehouse = ui.lakehouse_of(spec, home)
     done = rewind_run(
         lakehouse,

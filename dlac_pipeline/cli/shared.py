@@ -120,6 +120,8 @@ def command(app: typer.Typer, panel: str, *commands: str, **options: Any) -> Cal
             for name, value in given.items():
                 if name not in _TEXTS and value != defaults.get(name):
                     _check_not_blank(name, value)
+                if isinstance(value, Path) and name != "home":
+                    _check_expanded(value)
             return function(*args, **given)
 
         return cast(Command, register(checked))
@@ -129,10 +131,17 @@ def command(app: typer.Typer, panel: str, *commands: str, **options: Any) -> Cal
 
 def _check_not_blank(name: str, value: object) -> None:
     for each in value if isinstance(value, list | tuple) else (value,):
-        if isinstance(each, str) and not each.strip():
+        if isinstance(each, str | Path) and not str(each).strip():
             raise SpecInvalid(
-                f"expected a value of {name.replace('_', '-')!r}, found the blank {each!r}: give one, or leave it out"
+                f"expected a value of {name.replace('_', '-')!r}, found the blank {str(each)!r}: give one, or leave it out"
             )
+
+
+def _check_expanded(path: Path) -> None:
+    """Raise `SpecInvalid` for a path such as ~user/x, which the shell left as it is. It would name a new folder here."""
+    folder = Path(path.parts[0] if path.parts else "")
+    if folder.name.startswith("~") and len(path.parts) > 1 and not folder.exists():
+        raise SpecInvalid(f"expected a path, found {str(path)!r} with the home folder of an unknown user: write it out")
 
 
 def resolved(spec: Path, home: Path | None) -> JobSpec:

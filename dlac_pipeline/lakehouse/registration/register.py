@@ -109,7 +109,8 @@ def preview(config: LakehouseConfig, identifier: str, location: str) -> Register
 
 
 def _check_identifier(identifier: str) -> None:
-    if not all(part.strip() for part in identifier.split(".")) or "." not in identifier:
+    parts = identifier.split(".")
+    if len(parts) < 2 or not all(part.strip() and part.isprintable() for part in parts):
         raise errors.SpecInvalid(
             f"expected a new table as namespace.table, found {identifier!r}: write a namespace before it, as lake.{identifier}"
         )
