@@ -1,29 +1,25 @@
-"""Bad inputs by kind: at least 400 that people type, paste or compute by mistake."""
+"""Bad inputs by kind: at least 800 that people type, paste or compute by mistake."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from types import UnionType
+from typing import Any, Literal
 
-FINISHED = "done"
-"""The only run of the lakehouse of the inputs."""
+from annotated_types import Ge, Gt
+from pydantic import BaseModel
+
+from dlac_pipeline.spec.job_spec import JobSpec
+from dlac_pipeline.spec.spec_problems import bounds_of
+from tests.bad_files import FINISHED, BadInput, Made, bad_files
+from tests.bad_places import bad_places
+
 SECRET = "hunter2"
 _INF, _NAN = float("inf"), float("nan")
 _HUGE = 10**30
-_NUMBERS = {
-    "order": "batch_size key_groups block_slices passes steps seed",
-    "source": "passes weight",
-    "read": "threads budget_mb",
-    "checkpoint": "store_deadline_s local_keep every_steps every_s recovery_point_s mtbf_s keep_last keep_every_steps "
-    "memory_every_steps",
-    "launch": "world_size nproc_per_node gather_timeout_s last_call_s node_timeout_s verify_together_mb grace_s "
-    "deadline_s hang_timeout_s start_timeout_s attempts_without_progress deaths_at_same_rows "
-    "straggler_factor straggler_s straggler_steps",
-    "cluster": "cpu gpu memory_mb time_limit_s port retries",
-    "sequences": "length begin_id end_id pad_id",
-}
 _VALUES: dict[str, list[Any]] = {
     "run": ["", " ", "../x", "a/b", "a\nb", "-x", "a" * 101, "a b", 5, None, "\u202ex", ["a"]],
     "source.table": ["", "t", "src.", ".t", "src.nothing", "nothing.t", "src.t; drop table", 5, "src..t", " .t", None],
@@ -110,22 +106,10 @@ _VALUES: dict[str, list[Any]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BadInput:
-    """One input: arguments of `dlac` or of `open_dataset`, and `files` to make in an empty working folder."""
-
-    kind: str
-    name: str
-    arguments: list[str] = field(default_factory=list)
-    dataset: dict[str, Any] | None = None
-    spec: dict[str, Any] | None = None
-    """The content of spec.yaml."""
-    files: dict[str, bytes] = field(default_factory=dict)
-
-
-def bad_inputs(script: str) -> list[BadInput]:
+def bad_inputs(script: str, made: Made) -> list[BadInput]:
     """Return every bad input. `script` is an existing training script."""
-    return [*_of_specs(script), *_of_spec_files(), *_of_commands(), *_of_datasets()]
+    others = [*bad_files(valid_spec(script), made), *bad_places(valid_spec(script), made)]
+    return [*_of_specs(script), *_of_spec_files(), *_of_commands(), *_of_options(script), *_of_datasets(), *others]
 
 
 def valid_spec(script: str) -> dict[str, Any]:
@@ -139,18 +123,44 @@ def valid_spec(script: str) -> dict[str, Any]:
 
 
 def _of_specs(script: str) -> Iterator[BadInput]:
-    numbers = {
-        f"{section}.{name}": [_INF, -_INF, _NAN, _HUGE, -1, "many", [1]]
-        for section, names in _NUMBERS.items()
-        for name in names.split()
-    }
-    for name, values in (numbers | _VALUES).items():
+    for name, values in _VALUES.items():
         for value in values:
             yield _of_spec(script, name, value)
+    for name, value in _of_model(JobSpec):
+        yield replace(_of_spec(script, name, value), kind="setting", is_parsed=True)
     for section in ("source", "order", "launch"):
         spec = valid_spec(script)
         del spec[section]
         yield BadInput(kind="spec", name=f"without {section}", arguments=["plan", "spec.yaml"], spec=spec)
+
+
+def _of_model(model: type[BaseModel], place: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each setting of a section with values of other types, beyond its bounds, and with NUL."""
+    for name, field in model.model_fields.items():
+        union = typing.get_origin(field.annotation) in (typing.Union, UnionType)
+        kind = typing.get_args(field.annotation)[0] if union else field.annotation
+        values = _wrong_values(kind, bounds_of(field))
+        is_data = name in ("row_filter", "exclude", "params")  # NUL may be part of a text to compare
+        yield from ((f"{place}{name}", value) for value in values if not (is_data and r"\x00" in repr(value)))
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from _of_model(kind, f"{place}{name}.")
+
+
+def _wrong_values(kind: Any, bounds: Mapping[type, float]) -> list[Any]:
+    """Return values that no setting of a type takes."""
+    origin = typing.get_origin(kind) or kind
+    if origin is Literal:
+        return ["nope", 5, ["x"], {"x": "x"}, *([""] if "" not in typing.get_args(kind) else [])]
+    if origin in (int, float):
+        below = [bound - 1 for bound_kind, bound in bounds.items() if bound_kind in (Ge, Gt)]
+        return [_INF, _NAN, _HUGE, "many", [1], True, {"x": 1}, *below, *([1.5] if origin is int else [])]
+    if origin is list:
+        return ["x", 5, {"x": 1}, [None], ["a\0b"], [{}], [1.5]]
+    if origin is dict:
+        return ["x", 5, ["x"], {"a": {"b": {"c\0": 1}}}, {"a\0b": "x"}, {"a": "b\0"}]
+    return {bool: ["maybe", 7, ["x"], "", "a\0b"], str: [5, ["x"], {"x": 1}, True, "a\0b"]}.get(
+        origin, ["x", 5, ["x"], {"nope": 1}]
+    )
 
 
 def _of_spec(script: str, name: str, value: Any) -> BadInput:
@@ -190,15 +200,155 @@ def _of_spec_files() -> Iterator[BadInput]:
 
 def _of_commands() -> Iterator[BadInput]:
     of_a_run: dict[str, list[str]] = {
-        "status": [], "recover": [], "audit": [], "incidents": [], "checkpoints": [], "verify": [], "rehearse": [], "spike": [],
-        "export": ["out.safetensors"], "rewind": ["--to-step", "10"], "fork": ["--as", "other"], "retire": [],
-        "pins": [], "logs": [],
-    }  # fmt: skip
+        "status": [],
+        "recover": [],
+        "audit": [],
+        "incidents": [],
+        "checkpoints": [],
+        "verify": [],
+        "rehearse": [],
+        "spike": [],
+        "export": ["out.safetensors"],
+        "rewind": ["--to-step", "10"],
+        "fork": ["--as", "other"],
+        "retire": [],
+        "pins": [],
+        "logs": [],
+    }
     for command, rest in of_a_run.items():
         for run in ("nope", "../x", "", "a\nb", "[/b]", "-", "a" * 101):
             yield BadInput(kind="command", name=f"{command} {run!r}", arguments=[command, run, *rest])
     for arguments in _WRONG_ARGUMENTS:
         yield BadInput(kind="command", name=" ".join(map(repr, arguments)), arguments=arguments)
+
+
+_NUMBERS = ("x", "", "1e400", "-1", "99999999999999999999")
+_SECONDS = ("x", "", "nan", "inf", "-1", "1e400")
+_WORDS = ("", " ", "\t")
+_OPTIONS: dict[tuple[str, ...], dict[str, Sequence[str]]] = {
+    ("status", FINISHED, "--watch"): {"--every-s": (*_SECONDS, "0")},
+    ("recover", FINISHED): {"--wait-s": _SECONDS},
+    ("rehearse", FINISHED): {"--steps": (*_NUMBERS, "0"), "--sandbox": _WORDS[:1]},
+    ("spike", FINISHED): {"--step": _NUMBERS, "--top": (*_NUMBERS, "0"), "--text": _WORDS, "--by": _WORDS},
+    ("rows", FINISHED): {"--step": (*_NUMBERS, "0")},
+    ("rows", FINISHED, "--step", "1"): {"--rank": _NUMBERS, "--text": (*_WORDS, "nope", "a.b")},
+    ("export", FINISHED, "out", "--spec", "spec.yaml"): {
+        "--step": (*_NUMBERS, "3"),
+        "--part": (*_WORDS, "nope", "../model"),
+        "--config": (*_WORDS, "missing", "spec.yaml", "loop", "~nouser/x"),
+    },
+    ("export-state", FINISHED, "out", "--spec", "spec.yaml"): {"--step": (*_NUMBERS, "3"), "--spec": ("loop",)},
+    ("verify", FINISHED): {"--step": (*_NUMBERS, "3")},
+    ("tag", FINISHED, "best"): {"--step": (*_NUMBERS, "3")},
+    ("fork", FINISHED, "--as", "other", "--spec", "spec.yaml"): {
+        "--step": (*_NUMBERS, "3"),
+        "--checkpoint": (*_WORDS, "nope"),
+    },
+    ("rewind", FINISHED): {"--to-step": _NUMBERS, "--checkpoint": (*_WORDS, "nope")},
+    ("rewind", FINISHED, "--to-step", "5"): {
+        "--exclude": (*_WORDS, "(", "nope = 1", "row_id = 'x'"),
+        "--source": (*_WORDS, "nope"),
+    },
+    ("rewind", FINISHED, "--to-step", "5", "--exclude", "row_id = 3"): {"--source": ("nope", "src.nope")},
+    ("retire", FINISHED, "--spec", "spec.yaml"): {"--checkpoint": (*_WORDS, "nope", "3", "-1")},
+    ("audit", FINISHED): {"--checkpoint": (*_WORDS, "nope", "3", "-1")},
+    ("summary", FINISHED): {"--checkpoint": (*_WORDS, "nope", "3"), "--template": (*_WORDS, "nope", "../eu-2025")},
+    ("logs", FINISHED): {"--rank": _NUMBERS, "--attempt": (*_NUMBERS, "0"), "--tail": _NUMBERS},
+    ("seen", "5"): {"--table": (*_WORDS, "nope"), "--run": (*_WORDS, "nope")},
+    ("upkeep",): {"--keep": (*_NUMBERS, "0")},
+    ("ledger", "rebuild", "--dry-run"): {
+        "--journal": (*_WORDS, "missing", "loop", "nope://x", "s3://", "spec.yaml", "~nouser/x")
+    },
+    ("train", "spec.yaml"): {
+        "--plan-id": (*_WORDS, "nope"),
+        "--nodes": (*_WORDS, "0", "2:1", "many"),
+        "--rendezvous": (*_WORDS, "host", "host:0", ":5"),
+        "--nnodes": ("0", "many"),
+        "--nproc-per-node": ("0", "-1", "many", "5000"),
+        "--max-restarts": ("-1", "many"),
+        "--rdzv-conf": ("x", "x=1", "timeout=x"),
+        "--start-method": ("nope",),
+        "--shutdown-timeout": ("-1", "x", "999"),
+        "--numa-binding": ("nope",),
+        "--rdzv-id": ("x",),
+        "--nope": ("x",),
+        "--rdzv-endpoint": ("host:x", "host:0"),
+        "--master-port": ("x",),
+        "--log-dir": ("x",),
+    },
+    ("chaos", "spec.yaml"): {
+        "--kill": (
+            *_WORDS,
+            "rank",
+            "nope@step=1",
+            "rank@",
+            "rank@step=0",
+            "rank@step=x",
+            "rank:9@step=1",
+            "node:1@step=1",
+            "rank@-1s",
+            "rank@2d",
+            "@step=1",
+            "rank@1e9s",
+        ),
+        "--every": (*_WORDS, "0s", "-1s", "x", "nan", "2d", "1e999s"),
+    },
+    ("chaos", "spec.yaml", "--kill", "rank@step=5"): {
+        "--seed": (*_NUMBERS,),
+        "--cascade": (*_NUMBERS, "0", "101"),
+        "--away": (*_WORDS, "x", "0s", "-1s"),
+        "--healed-within": (*_WORDS, "x", "0s"),
+        "--steps": (*_NUMBERS, "0"),
+        "--run": (*_WORDS, "../x", "a\nb"),
+        "--out": (*_WORDS, "missing/x", "/", "."),
+        "--kinds": ("rank",),
+        "--faults": ("1",),
+    },
+    ("chaos", "spec.yaml", "--every", "60s"): {
+        "--kinds": (*_WORDS, "nope", "rank,", ",", "rank nope"),
+        "--faults": (*_NUMBERS, "0"),
+    },
+    ("check-loader", "spec.yaml"): {
+        "--workers": _NUMBERS,
+        "--limit-s": (*_SECONDS, "0"),
+        "--only": ("nope", "kill,nope", " "),
+    },
+    ("init", "src.t"): {
+        "--run": (*_WORDS, "../x"),
+        "--columns": (*_WORDS, "nope", "x,", ",", "x,x"),
+        "--catalog": (*_WORDS, "nope"),
+    },
+    ("init", "data"): {"--table": (*_WORDS, "points", ".a")},
+    ("forget", "src.t"): {"--where": (*_WORDS, "(", "nope = 1", "row_id = 'x'", "row_id = 99999999", "1")},
+    ("erase-traces", "src.t"): {"--where": (*_WORDS, "(", "nope = 1", "row_id = 5")},
+    ("forget", "src.nope"): {"--where": ("row_id = 5",)},
+}
+"""Arguments that are right, and the wrong values of further options."""
+
+
+def _of_options(script: str) -> Iterator[BadInput]:
+    for arguments, options in _OPTIONS.items():
+        for option, values in options.items():
+            for value in values:
+                spec = valid_spec(script) | {
+                    "run": FINISHED if arguments[0] in ("export", "export-state", "retire") else "optional"
+                }
+                named = [*arguments, option, value]
+                yield BadInput(
+                    kind="option", name=" ".join(map(repr, named)), arguments=named, spec=spec, links={"loop": "loop"}
+                )
+    for option in ("--home", "--spec"):
+        for value in ("", " ", "loop", "~nouser/x", "a\nb", "s3://x", "x" * 300, "/dev/null"):
+            for command in (["status", FINISHED], ["plan", "spec.yaml"], ["runs"]):
+                if option == "--home" or command[0] != "plan":
+                    named = [*command, option, value]
+                    yield BadInput(
+                        kind="option",
+                        name=" ".join(map(repr, named)),
+                        arguments=named,
+                        spec=valid_spec(script),
+                        links={"loop": "loop"},
+                    )
 
 
 _WRONG_ARGUMENTS = [
@@ -237,7 +387,7 @@ _WRONG_ARGUMENTS = [
     ["spike", FINISHED, "--step", "3", "--text", "nope"],
     ["spike", FINISHED, "--top", "0"],
     ["seen"],
-    ["seen", "1"],
+    ["seen", "1", "2"],
     ["seen", "1", "2", "--table", "nope"],
     ["seen", "x", "--run", "nope"],
     ["seen", "", "--table", "src.t"],

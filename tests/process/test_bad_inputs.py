@@ -3,32 +3,68 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import socket
 import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.bad_inputs import FINISHED, SECRET, BadInput, bad_inputs
+from dlac_pipeline.cli.main import app
+from dlac_pipeline.lakehouse.ledger.commits import claim
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.operations.documents.passport import passport_of
+from tests.bad_files import FINISHED, LAUNCHED, BadInput, Made
+from tests.bad_inputs import SECRET, bad_inputs
 
 if TYPE_CHECKING:
     from tests.conftest import Arena
 
 Verdict = dict[str, Any]
-QUICK = 40
-"""`make test` tries every 40th input, and `make soak` all of them."""
+QUICK = 97
+"""`make test` tries every 97th input, and `make soak` all of them."""
+PROGRAM = Path(__file__).parents[1] / "programs" / "try_bad_inputs.py"
 
 
-def try_inputs(arena: Arena, cases: list[BadInput]) -> list[Verdict]:
-    """Return the verdicts on these inputs, in a lakehouse with a table and a finished run."""
+def prepare(arena: Arena) -> Made:
+    """Make a table, a finished run and a launched one. Return files that commands read, as DLAC writes them."""
     arena.table(appends=(320,))
-    arena.train(arena.spec(FINISHED, world_size=1, passes=1, every_steps=5))
-    listed = arena.home / "cases"
+    keyed: dict[str, Any] = {"row_keys": True, "identity_columns": ["row_id"]}
+    arena.train(arena.spec(FINISHED, world_size=1, passes=1, every_steps=5, **keyed))
+    folder, made = arena.home / "launch-1", arena.home / "made"
+    folder.mkdir()
+    made.mkdir()
+    claimed = {"launch_folder": str(folder), "host": socket.gethostname()}
+    claim(Ledger(arena.lakehouse), LAUNCHED, nonce="nonce", replaces=0, detail=claimed)
+    spec = arena.spec(LAUNCHED).model_dump_json().encode()
+    (folder / "spec.json").write_bytes(spec)
+    weights, job = made / "weights.safetensors", arena.home / f"{FINISHED}.yaml"
+    for arguments in (
+        ["export", FINISHED, weights, "--spec", job],
+        ["audit", FINISHED, "--record", made / "record"],
+        ["new-key", made / "key.pem"],
+    ):
+        app(list(map(str, arguments)), standalone_mode=False)
+    return Made(
+        weights=weights.read_bytes(),
+        passport=passport_of(weights).read_bytes(),
+        record=(made / "record").read_bytes(),
+        key=(made / "key.pem").read_bytes(),
+        public_key=(made / "key.pub.pem").read_bytes(),
+        spec=spec,
+        parquet=next((arena.home / "warehouse").rglob("src/t/data/*.parquet")).read_bytes(),
+    )
+
+
+def try_inputs(home: Path, cases: list[BadInput]) -> list[Verdict]:
+    """Return the verdicts on these inputs, in a lakehouse that `prepare` has made."""
+    listed = home / "cases"
     listed.write_bytes(pickle.dumps(cases))
-    environment = {**os.environ, "DLAC_HOME": str(arena.home), "PYTHONPATH": os.pathsep.join(sys.path)}
-    program = arena.program("try_bad_inputs.py")
+    places = {"DLAC_HOME": str(home), "RECORDED_SPEC": str(home / "launch-1" / "spec.json")}
+    environment = {**os.environ, **places, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
-        [sys.executable, str(program), str(listed)], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, str(PROGRAM), str(listed)], env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -37,10 +73,12 @@ def try_inputs(arena: Arena, cases: list[BadInput]) -> list[Verdict]:
 def fault_of(verdict: Verdict) -> str:
     """Return the fault in the handling of an input, or an empty text if it was refused correctly."""
     output, status = verdict["output"], verdict["status"]
+    is_warned = bool(verdict["warns_of"]) and verdict["warns_of"] in output
     faults = {
         "hang": status is None,
         "traceback": "Traceback" in output or "bug report" in output,
-        "accepted": status == 0,
+        "accepted": status == 0 and not is_warned,
+        "not named": bool(verdict["warns_of"]) and not is_warned,
         "killed": status is not None and status < 0,
         "silent": not output.strip(),
         "secret": SECRET in output,
@@ -49,32 +87,35 @@ def fault_of(verdict: Verdict) -> str:
     return next((fault for fault, found in faults.items() if found), "")
 
 
-def check(arena: Arena, cases: list[BadInput]) -> None:
-    """Fail with every input that was not refused by a message without a traceback."""
-    runs = {row["run"] for row in arena.lakehouse.read_own("consumption", columns=("run",)).to_pylist()}
-    verdicts = try_inputs(arena, cases)
+def check(arena: Arena, every: int) -> None:
+    """Fail with each of every so many inputs that was not refused by a message without a traceback."""
+    cases = bad_inputs(str(PROGRAM.with_name("train_tiny.py")), prepare(arena))[::every]
+    verdicts = try_inputs(arena.home, cases)
     assert len(verdicts) == len(cases)
-    wrong = [f"{fault_of(each)}: {each['kind']}: {each['name']}: {each['output'][-300:]!r} {each['made']}"
-             for each in verdicts if fault_of(each)]  # fmt: skip
+    wrong = [
+        f"{fault_of(each)}: {each['kind']}: {each['name']}: {each['output'][-300:]!r} {each['made']}"
+        for each in verdicts
+        if fault_of(each)
+    ]
     assert not wrong, f"{len(wrong)} of {len(cases)}\n" + "\n".join(wrong)
-    after = {row["run"] for row in arena.lakehouse.read_own("consumption", columns=("run",)).to_pylist()}
-    assert after - runs == {FINISHED}
+    runs = {row["run"] for row in arena.lakehouse.read_own("consumption", columns=("run",)).to_pylist()}
+    assert runs == {FINISHED, LAUNCHED}
 
 
 def test_list_is_long_enough() -> None:
-    """The list has at least 400 different inputs."""
-    cases = bad_inputs("script.py")
-    assert len(cases) >= 400
+    """The list has at least 800 different inputs."""
+    cases = bad_inputs("script.py", Made())
+    assert len(cases) >= 800
     assert len({(case.kind, case.name) for case in cases}) == len(cases)
 
 
 @pytest.mark.timeout(600)
 def test_some_bad_inputs_are_refused(arena: Arena) -> None:
     """A sample of the bad inputs, of every kind, is refused by a message."""
-    check(arena, bad_inputs(str(arena.program("train_tiny.py")))[::QUICK])
+    check(arena, QUICK)
 
 
 @pytest.mark.soak
 def test_all_bad_inputs_are_refused(arena: Arena) -> None:
     """No bad input causes a traceback, a missing message, a hang, or a written file or row."""
-    check(arena, bad_inputs(str(arena.program("train_tiny.py"))))
+    check(arena, 1)

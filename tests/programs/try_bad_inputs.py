@@ -20,12 +20,13 @@ import yaml
 import dlac_pipeline
 from dlac_pipeline.audit import lakehouse_sql
 from dlac_pipeline.cli import main as cli
-from dlac_pipeline.lakehouse.errors import DlacError
+from dlac_pipeline.lakehouse.errors import DlacError, SpecInvalid
 from dlac_pipeline.plan import planner
 from dlac_pipeline.read.opening import open_leg
+from dlac_pipeline.spec.job_spec import read_spec
 
 if TYPE_CHECKING:
-    from tests.bad_inputs import BadInput
+    from tests.bad_files import BadInput
 
 LIMIT_S = 90.0
 IMPORTED = (duckdb, pyarrow.dataset, torch, lakehouse_sql, planner, open_leg)
@@ -41,7 +42,12 @@ def _verdict(case: BadInput) -> dict[str, object]:
     with tempfile.TemporaryDirectory(prefix="dlac-bad-") as name:
         folder = Path(name)
         for file, content in case.files.items():
+            (folder / file).parent.mkdir(exist_ok=True)
             (folder / file).write_bytes(content)
+        for link, target in case.links.items():
+            (folder / link).symlink_to(target)
+        if case.recorded is not None:
+            Path(os.environ["RECORDED_SPEC"]).write_bytes(case.recorded)
         if case.spec is not None:
             (folder / "spec.yaml").write_text(yaml.safe_dump(case.spec))
         before = {path.relative_to(folder) for path in folder.rglob("*")}
@@ -55,6 +61,7 @@ def _verdict(case: BadInput) -> dict[str, object]:
         return {
             "kind": case.kind,
             "name": case.name,
+            "warns_of": case.warns_of,
             "status": status,
             "output": output[-4000:],
             "made": sorted(str(path) for path in made if str(path) != "output"),
@@ -78,13 +85,15 @@ def _wait_for(child: int) -> int | None:
 def _run(case: BadInput, folder: Path) -> None:
     os.setsid()
     os.chdir(folder)
+    os.environ.update(case.environment)
     output = os.open("output", os.O_CREAT | os.O_WRONLY)
     for number in (1, 2):
         os.dup2(output, number)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     status = 70
     try:
-        status = _call_library(case) if case.dataset is not None else _call_command(case)
+        call = _parse if case.is_parsed else _call_command if case.dataset is None else _call_library
+        status = call(case)
     except SystemExit as err:
         status = err.code if isinstance(err.code, int) else int(err.code is not None)
     except BaseException:
@@ -98,6 +107,15 @@ def _run(case: BadInput, folder: Path) -> None:
 def _call_command(case: BadInput) -> int:
     sys.argv = ["dlac", *case.arguments]
     cli.main()
+    return 0
+
+
+def _parse(case: BadInput) -> int:
+    try:
+        read_spec(Path("spec.yaml")).resolved(Path("home"))
+    except SpecInvalid as err:
+        print(err)
+        return 2
     return 0
 
 

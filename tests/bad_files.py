@@ -1,0 +1,417 @@
+"""Bad files that commands read, by kind. `tests/bad_inputs.py` has the others."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+from dlac_pipeline.operations.documents.passport import _digest
+
+FINISHED = "done"
+"""A finished run of the lakehouse of the inputs, which a script of its own started, as with torchrun."""
+LAUNCHED = "launched"
+"""A run of that lakehouse that DLAC launched, and that has no checkpoint."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BadInput:
+    """One input: arguments of `dlac` or of `open_dataset`, and what to make in an empty working folder."""
+
+    kind: str
+    name: str
+    arguments: list[str] = field(default_factory=list)
+    dataset: dict[str, Any] | None = None
+    spec: dict[str, Any] | None = None
+    """The content of spec.yaml."""
+    is_parsed: bool = False
+    """Read the spec only, as all commands do first."""
+    files: dict[str, bytes] = field(default_factory=dict)
+    links: dict[str, str] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+    recorded: bytes | None = None
+    """Content of the spec.json of the launched run."""
+    warns_of: str = ""
+    """Text that a warning names, if the command is to succeed nevertheless."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Made:
+    """Content of intact files, which inputs damage."""
+
+    weights: bytes = b"w" * 64
+    passport: bytes = b"{}\nfilter"
+    record: bytes = b"PAR1" * 16
+    key: bytes = b""
+    public_key: bytes = b""
+    spec: bytes = b"{}"
+    parquet: bytes = b"PAR1" * 16
+
+
+def damaged(content: bytes) -> dict[str, bytes]:
+    """Return other contents in place of that of a file, by their names."""
+    half = len(content) // 2
+    flipped = content[:half] + bytes([content[half] ^ 1]) + content[half + 1 :] if content else b"x"
+    texts = {
+        "text": b"hello",
+        "null": b"null",
+        "number": b"5",
+        "list": b"[]",
+        "object": b"{}",
+        "long number": b"9" * 5000,
+    }
+    others = {"zeros": bytes(64), "bytes": bytes(range(256)), "deep": b"[" * 100_000, "a changed bit": flipped}
+    return {"nothing": b"", "half": content[:half], **texts, **others}
+
+
+def bad_files(spec: Mapping[str, Any], made: Made) -> Iterator[BadInput]:
+    """Yield bad inputs of files. `spec` is a valid job spec."""
+    found = [part(dict(spec), made) for part in (_passports, _records, _certificates, _recorded_specs, _adopted)]
+    found += [part(dict(spec), made) for part in (_shadows, _loaders, _queries, _job_files, _beside_jobs)]
+    yield from chain.from_iterable(found)
+
+
+def _passports(_: dict[str, Any], made: Made) -> Iterator[BadInput]:
+    asked = ["identify", "w.safetensors", "--document", "5"]
+
+    def with_passport(name: str, passport: bytes, weights: bytes = made.weights, home: str = "") -> BadInput:
+        files = {"w.safetensors": weights, "w.safetensors.passport": passport}
+        environment = {"DLAC_HOME": home} if home else {}
+        return BadInput(kind="passport", name=name, arguments=asked, files=files, environment=environment)
+
+    yield BadInput(kind="passport", name="none", arguments=asked, files={"w.safetensors": made.weights})
+    for name, content in damaged(made.passport).items():
+        yield with_passport(name, content)
+    for name, content in damaged(made.weights).items():
+        yield with_passport(f"weights: {name}", made.passport, content)
+    for name, facts in _changed(made.passport.partition(b"\n")[0]):
+        content = made.passport.partition(b"\n")[2]
+        facts.pop("digest", None)
+        digest = _digest(facts, content) if "digest" not in name else "x"
+        # only the ledger can refute another text
+        home = "" if name.endswith("'nope'") else "nowhere"
+        changed = json.dumps({**facts, "digest": digest}).encode() + b"\n" + content
+        yield with_passport(name, changed, home=home)
+    files = {"w.safetensors": made.weights, "w.safetensors.passport": made.passport}
+    for document in (["5", "6"], ["--document"], ["5", "--document", "6"]):
+        arguments = ["identify", "w.safetensors", "--document", *document]
+        yield BadInput(kind="passport", name=f"document {document!r}", arguments=arguments, files=files)
+    for name, content in damaged(made.weights).items():
+        yield BadInput(kind="weights", name=name, arguments=["identify", "w"], files={"w": content})
+
+
+def _changed(content: bytes) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield a JSON object without each field, and with another value of it."""
+    known = json.loads(content)
+    for name in known:
+        yield f"without {name}", {key: value for key, value in known.items() if key != name}
+        for value in (None, -5, "nope", [5], {"x": [1]}):
+            if value != known[name]:
+                yield f"{name} = {value!r}", {**known, name: value}
+
+
+def _records(_: dict[str, Any], made: Made) -> Iterator[BadInput]:
+    asked = ["audit", FINISHED, "--record", "r.audit"]
+    for name, content in (damaged(made.record) | {"other Parquet": made.parquet, "weights": made.weights}).items():
+        yield BadInput(kind="audit record", name=name, arguments=asked, files={"r.audit": content})
+    yield BadInput(
+        kind="audit record",
+        name="of another run",
+        arguments=["audit", LAUNCHED, *asked[2:]],
+        files={"r.audit": made.record},
+    )
+    for place in ("missing/r.audit", ".", "/", "loop", "loop/r.audit", "", "~nouser/r.audit", "x" * 300):
+        arguments = ["audit", FINISHED, "--record", place]
+        yield BadInput(kind="audit record", name=repr(place), arguments=arguments, links={"loop": "loop"})
+
+
+def _certificates(_: dict[str, Any], made: Made) -> Iterator[BadInput]:
+    keys = {"key.pem": made.key, "key.pub.pem": made.public_key}
+
+    def verified(name: str, content: bytes, key: str = "key.pub.pem") -> BadInput:
+        asked = ["verify-certificate", "c.json", "--key", key]
+        return BadInput(kind="certificate", name=name, arguments=asked, files={"c.json": content, **keys})
+
+    snapshots = dict.fromkeys(("consumption", "units", "plans", "legs", "row_keys"))
+    certificate = {
+        **{
+            "id": "x",
+            "table": "src.t",
+            "table_uuid": "x",
+            "filters": ["row_id = 5"],
+            "runs": [],
+            "rows": {},
+            "script": "",
+        },
+        **{
+            "format_version": 1,
+            "certified_at": "2026-11-29T00:00:00+00:00",
+            "dlac_version": "1",
+            "snapshots": snapshots,
+        },
+    }
+    for name, content in damaged(_signed(made.key, certificate)).items():
+        yield verified(name, content)
+    for name, facts in _changed(json.dumps(certificate).encode()):
+        yield verified(f"signed, {name}", _signed(made.key, facts))
+    others: list[Any] = [None, [], "x"]
+    for value in others:
+        yield verified(f"signed, {value!r}", _signed(made.key, value))
+    for key in ("missing.pem", ".", "loop", "", "c.json", "key.pem", "~nouser/key.pem"):
+        yield BadInput(
+            kind="key",
+            name=f"public {key!r}",
+            links={"loop": "loop"},
+            arguments=["verify-certificate", "c.json", "--key", key],
+            files={"c.json": _signed(made.key, certificate), **keys},
+        )
+    for name, content in damaged(made.key).items():
+        yield verified(f"key: {name}", _signed(made.key, certificate), "other.pem")
+        asked = ["forget", "src.t", "--where", "row_id = 5", "--certify", "new.json", "key.pem"]
+        yield BadInput(kind="key", name=f"private: {name}", arguments=asked, files={"key.pem": content})
+
+
+def _signed(key: bytes, certificate: Any) -> bytes:
+    if not key:
+        return json.dumps({"certificate": certificate}).encode()
+    private = load_pem_private_key(key, None)
+    assert isinstance(private, Ed25519PrivateKey)
+    signature = private.sign(json.dumps(certificate, sort_keys=True, separators=(",", ":")).encode()).hex()
+    return json.dumps({"certificate": certificate, "ed25519": signature}).encode()
+
+
+def _recorded_specs(_: dict[str, Any], made: Made) -> Iterator[BadInput]:
+    contents = damaged(made.spec)
+    del contents["a changed bit"]  # it may be in a value
+    for name, facts in _changed(made.spec):
+        if "mixture" not in name and "sequences" not in name:
+            contents[name] = json.dumps(facts).encode()
+    optional = {f"without {name}" for name in ("params", "listeners", "cluster", "lakehouse", "checkpoint", "read")}
+    for name, content in contents.items():
+        if name not in optional and content:
+            yield BadInput(kind="spec.json", name=name, arguments=["recover", LAUNCHED], recorded=content)
+    for command in ("retire", "rehearse", "export", "export-state", "recover"):
+        arguments = [command, LAUNCHED, *(["out"] if command.startswith("export") else [])]
+        for name in ("nothing", "half", "list", "deep", "bytes"):
+            yield BadInput(kind="spec.json", name=f"{command}: {name}", arguments=arguments, recorded=contents[name])
+    for command in ("recover", "rehearse", "retire", "spike"):
+        yield BadInput(kind="spec.json", name=f"none: {command}", arguments=[command, FINISHED])
+
+
+class _Shell:
+    """A value whose unpickling runs a command."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return eval, ("open('ran', 'w')",)
+
+
+def _adopted(spec: dict[str, Any], made: Made) -> Iterator[BadInput]:
+    spec = {**spec, "run": "adopted"}
+
+    def adopted(
+        name: str, files: Mapping[str, bytes], *options: str, links: Mapping[str, str] = {}
+    ) -> BadInput:  # never changed
+        asked = ["adopt", "spec.yaml", "old", *options]
+        placed = {f"old/{file}": content for file, content in files.items()}
+        return BadInput(kind="adopt", name=name, arguments=asked, files=placed, links=dict(links), spec=spec)
+
+    pickles = {"of a number": 5, "of a dict": {"model": [1]}, "of a command": _Shell(), "of bytes": b"x" * 99}
+    for name, value in pickles.items():
+        for file in (".metadata", "model.pt", "pytorch_model.bin", "mp_rank_00_model_states.pt"):
+            yield adopted(f"{file}: pickle {name}", {file: pickle.dumps(value)})
+    for file in (".metadata", "mp_rank_00_model_states.pt", "model.safetensors", "model.safetensors.index.json"):
+        for name, content in damaged(made.weights[:200]).items():
+            yield adopted(f"{file}: {name}", {file: content})
+    for latest in (b"", b"nope", b"..", b"/", b"a\0b", b"x" * 300, b"~nouser", bytes(range(128, 256))):
+        yield adopted(f"latest = {latest[:20]!r}", {"latest": latest})
+    for tag in ("", " ", "nope", "..", "/", "~nouser", "x" * 300):
+        yield adopted(f"--tag {tag[:20]!r}", {"file": b""}, "--tag", tag)
+    for name, links in {
+        "loop": {"old": "old"},
+        "dangling": {"old": "nowhere"},
+        "loop inside": {"old/.metadata": ".metadata"},
+    }.items():
+        yield adopted(name, {"x": b""} if "/" in next(iter(links)) else {}, links=links)
+    yield BadInput(kind="adopt", name="a file", arguments=["adopt", "spec.yaml", "spec.yaml"], spec=spec)
+
+
+def _shadows(spec: dict[str, Any], made: Made) -> Iterator[BadInput]:
+    head = {"format_version": 1, "rank": 0, "world_size": 1, "step": 0, "started_ns": 5}
+    whole = json.dumps(head).encode() + b"\n"
+
+    def shadow(name: str, content: bytes | None, by: str = "row_id") -> BadInput:
+        files = {"shadow/README": b""} | ({} if content is None else {"shadow/rank-0.rows": content})
+        arguments = ["shadow", "spec.yaml", "shadow", "--by", by]
+        return BadInput(kind="shadow", name=name, arguments=arguments, files=files, spec=spec)
+
+    yield shadow("none", None)
+    for name, content in damaged(whole).items():
+        yield shadow(name, content if name in ("nothing", "half") else content + b"\n")
+        yield shadow(f"records: {name}", whole + (content or b"\xff" * 12))
+    for name, facts in _changed(whole):
+        yield shadow(name, json.dumps(facts).encode() + b"\n" + b"\xff" * 12)
+    for by in ("", "nope", "x", "name", "even", "a.b", " "):
+        yield shadow(f"--by {by!r}", whole, by)
+
+
+def _loaders(_: dict[str, Any], __: Made) -> Iterator[BadInput]:
+    contents = {
+        "nothing": b"",
+        "no function": b"x = 5\n",
+        "a number": b"open_loader = 5\n",
+        "syntax": b"def open_loader(:\n",
+        "bytes": bytes(range(256)),
+        "raises": b"raise RuntimeError('x')\n",
+        "exits": b"import sys\nsys.exit(0)\n",
+        "dies": b"import os\nos._exit(0)\n",
+        "imports": b"import nope_package\n",
+        "other parameters": b"def open_loader():\n    return []\n",
+        "NUL": b"x = '\0'\n",
+    }
+    for name, content in contents.items():
+        arguments = ["check-loader", "loader.py", "--only", "read_once", "--limit-s", "10"]
+        yield BadInput(kind="loader", name=name, arguments=arguments, files={"loader.py": content})
+    for file in ("missing.py", ".", "loop.py", "~nouser/loader.py", "loader.txt", ""):
+        yield BadInput(kind="loader", name=repr(file), arguments=["check-loader", file], links={"loop.py": "loop.py"})
+    for python in ("/bin/false", "/dev/null", "nope", " ", "/", "/bin/true"):
+        arguments = ["check-loader", "loader.py", "--python", python]
+        yield BadInput(kind="loader", name=f"--python {python!r}", arguments=arguments, files={"loader.py": b"x = 5\n"})
+
+
+def _queries(_: dict[str, Any], made: Made) -> Iterator[BadInput]:
+    for name in ("nothing", "half", "text", "zeros", "bytes", "deep"):
+        content = damaged(b"SELECT * FROM WHERE nope")[name]
+        yield BadInput(kind="query file", name=name, arguments=["sql", "@q.sql"], files={"q.sql": content})
+    for file in ("missing.sql", ".", "loop", "", "~nouser/q.sql", "x" * 300):
+        yield BadInput(kind="query file", name=repr(file), arguments=["sql", f"@{file}"], links={"loop": "loop"})
+    for place in (".", "/", "missing/x.duckdb", "loop", "full.duckdb", "x" * 300, "~nouser/x", "", " "):
+        arguments = ["sql", "--database", place]
+        files = {"full.duckdb": b"content"}
+        yield BadInput(
+            kind="query file", name=f"--database {place!r}", arguments=arguments, files=files, links={"loop": "loop"}
+        )
+
+
+def _job_files(_: dict[str, Any], made: Made) -> Iterator[BadInput]:
+    bomb = "\n".join(["a0: &a0 [x, x]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 40))])
+    contents = {
+        "many aliases.yaml": bomb.encode(),
+        "circle.yaml": b"run: &a [*a]\nsource: &b {x: *b}\n",
+        "deep.yaml": b"[" * 5000,
+        "deep.toml": b"x = " + b"[" * 5000,
+        "long number.toml": b"run = " + b"9" * 5000,
+        "date.toml": b"run = 2026-11-29\n",
+        "keys.yaml": b"1: 2\nnull: 3\n",
+        "merged.yaml": b"<<: 5\n",
+        "two.yaml": b"run: a\n---\nrun: b\n",
+        "latin.toml": "run = 'é'".encode("latin-1"),
+        "mark.toml": "\ufeffrun = 'a'\n".encode(),
+        "zeros.yaml": bytes(64),
+    }
+    for name, content in contents.items():
+        yield BadInput(kind="spec file", name=name, arguments=["plan", name], files={name: content})
+    composed, decomposed = "\u00e9.toml", "e\u0301.toml"  # NFC and NFD
+    yield BadInput(kind="spec file", name="NFC of an NFD name", arguments=["plan", composed], files={decomposed: b""})
+    yield BadInput(kind="spec file", name="NFD of an NFC name", arguments=["plan", decomposed], files={composed: b""})
+    for name in (
+        "loop.toml",
+        "dangling.yaml",
+        "folder.toml",
+        "~nouser/job.toml",
+        "x" * 300 + ".toml",
+        "loop.toml/x.toml",
+    ):
+        links = {"loop.toml": "loop.toml", "dangling.yaml": "nowhere"}
+        for command in (["plan", name], ["status", FINISHED, "--spec", name], ["init", name, "--add", "second"]):
+            yield BadInput(
+                kind="spec file",
+                name=f"{command[0]} {name!r}",
+                arguments=command,
+                links=links,
+                files={"folder.toml/x": b""},
+            )
+
+
+def _beside_jobs(spec: dict[str, Any], made: Made) -> Iterator[BadInput]:
+    """Yield files that a job spec names: script, transform, tokenizer, key."""
+    text = {**spec, "source": {"table": "src.t", "columns": ["name"]}}
+    places = ("missing.json", ".", "loop", "x" * 300 + ".json", "~nouser/t.json", "folder")
+    tokenizers = {name: ("t.json", content) for name, content in damaged(b'{"version": "1.0"}').items()}
+    for name, (file, content) in (tokenizers | {repr(each): (each, b"") for each in places}).items():
+        named = {**text, "sequences": {"length": 8, "tokenizer": file}}
+        files = {"t.json": content, "folder/x": b""}
+        yield BadInput(
+            kind="tokenizer",
+            name=name,
+            arguments=["plan", "spec.yaml"],
+            spec=named,
+            files=files,
+            links={"loop": "loop"},
+        )
+    functions = {
+        "nothing": b"",
+        "syntax": b"def f(:\n",
+        "a number": b"f = 5\n",
+        "raises": b"raise RuntimeError('x')\n",
+        "bytes": bytes(range(256)),
+        "exits": b"import sys\nsys.exit(0)\n",
+    }
+    of_rows = {
+        "no parameter": b"def f():\n    return 5\n",
+        "returns a number": b"def f(b):\n    return 5\n",
+        "raises": b"def f(b):\n    raise RuntimeError('x')\n",
+    }
+    for name, content in of_rows.items():
+        settings = {"table": "src.t", "columns": ["row_id"], "batch_size": 32, "transform": "t.py:f"}
+        yield BadInput(kind="transform", name=f"of rows: {name}", dataset=settings, files={"t.py": content})
+    for name, content in functions.items():
+        named = {**spec, "source": {**spec["source"], "transform": "t.py:f"}}
+        yield BadInput(
+            kind="transform", name=name, arguments=["plan", "spec.yaml"], spec=named, files={"t.py": content}
+        )
+    for script in ("missing.py", ".", "loop", "folder", "~nouser/x.py", "x" * 300, "\u00e9.py", "dangling"):
+        named = {**spec, "run": "scripted", "launch": {"script": script}}
+        links = {"loop": "loop", "dangling": "nowhere"}
+        files = {"folder/x": b"", "e\u0301.py": b""}
+        yield BadInput(
+            kind="script", name=repr(script), arguments=["train", "spec.yaml"], spec=named, links=links, files=files
+        )
+    for key in ("missing", ".", "loop", "short", "bytes", "~nouser/key", "x" * 300, "nothing"):
+        launch = {**spec["launch"], "nodes": "2", "rendezvous": "localhost:29555", "rendezvous_key_file": key}
+        files = {"short": b"short", "bytes": bytes(range(256)), "nothing": b""}
+        named = {**spec, "run": "keyed", "launch": launch}
+        yield BadInput(
+            kind="rendezvous key",
+            name=repr(key),
+            arguments=["train", "spec.yaml"],
+            spec=named,
+            links={"loop": "loop"},
+            files=files,
+        )
+    for place in ("/nope/shm", "/dev/null", "/dev/null/x", "/etc/hostname", "/dev/shm/" + "x" * 300, "/dev/shmm"):
+        named = {**spec, "run": "kept", "checkpoint": {"memory": place}}
+        yield BadInput(kind="memory", name=repr(place), arguments=["train", "spec.yaml"], spec=named)
+    listeners: dict[str, Any] = {
+        "nope": {"nope": {}},
+        "other.nope": {"other": {"nope": {"x": 1}}},
+        "empty other": {"other": {}},
+        "opnlineage": {"opnlineage": {}},
+        "a secret": {"mlflow": {"tracking_uri": "https://a:b@c"}},
+        "a token": {"other": {"x": {"token": "abc"}}},
+        "other of own": {"other": {"prometheus": {}}},
+        "blank": {"openlineage": {"namespace": " "}},
+        "blank host": {"prometheus": {"host": " "}},
+        "blank project": {"wandb": {"project": " "}},
+        "blank experiment": {"mlflow": {"experiment": "\t"}},
+        "blank name": {"other": {" ": {}}},
+        "no name": {"": {}},
+    }
+    for name, tables in listeners.items():
+        named = {**spec, "run": "heard", "listeners": tables}
+        yield BadInput(kind="listener", name=name, arguments=["train", "spec.yaml"], spec=named)
