@@ -9,7 +9,7 @@ from functools import cache
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 
 _log = logging.getLogger(__name__)
-_SIMILAR = 0.85
+_SIMILAR = 0.88
 _OF_A_CATALOG = re.compile(r"PYICEBERG_CATALOG__[^_].*?__.+", re.IGNORECASE)
 _FLAG = r"(?i:y|yes|t|true|on|1|n|no|f|false|off|0)"
 _PYICEBERG = {
