@@ -65,23 +65,26 @@ class Checkpointing:
 
     def restore(self, engine: object, parts: Mapping[str, Any]) -> None:
         """Take the script's engine, and load the checkpoint of the resume point into it."""
-        self.engine = adapt(engine, self._spec.checkpoint.engine, **parts)
+        adapted = adapt(engine, self._spec.checkpoint.engine, **parts)
         tree, restores = self._communicator.tree, self._communicator.is_first_of_node
-        check_layout(self.engine, tree)
-        if isinstance(self.engine, TrainerFiles):
-            self.engine.join(tree, lists=restores)
+        check_layout(adapted, tree)
+        if isinstance(adapted, TrainerFiles):
+            adapted.join(tree, lists=restores)
         convert_s, load_s = load_state(
-            self.engine,
+            adapted,
             self._attempt.point,
             self._attempt.memory,
             self._spec,
             tree,
             restores=restores,
-            check_weights=partial(self._finiteness.check_weights, self.engine, self._attempt.step),
+            check_weights=partial(self._finiteness.check_weights, adapted, self._attempt.step),
         )
         self._generators = RestoredGenerators()
         self._heartbeat.loaded(convert_s=convert_s, load_s=load_s)
-        self._memory.begin(self.engine)
+        self._memory.begin(adapted)
+        self.engine = (
+            adapted  # not before: a script that keeps an error to itself has not the state of the resume point
+        )
 
     def reset_generators(self) -> None:
         """Set the random generators to their state after `restore`, once."""

@@ -158,12 +158,17 @@ class TrainingRun:
         be passed alone. The job spec's `checkpoint.engine` then names the adapter ("auto": by whether the model is sharded).
 
         Raises:
-            SpecInvalid, ScriptInvalid: the job spec names another engine, or the object is no engine.
+            SpecInvalid, ScriptInvalid: the job spec names another engine, the object is no engine, or this is the second call.
             ResumeMismatch: the checkpoint was saved by another kind of engine.
             WorldSizeUnsupported: the saved state cannot be converted to this number of ranks.
             CheckpointUnsafe: the checkpoint contains more than tensors and plain values.
             StoreUnavailable, CheckpointDamaged: its files could not be brought to one of several nodes.
         """
+        if self._checkpointing.engine is not None:
+            raise ScriptInvalid(
+                "expected one run.restore with all parts of the state, found a second one: it would load the resume point over "
+                "what was trained since, and leave the parts of the first call out of checkpoints"
+            )
         self._heartbeat.doing(Phase.LOADING, self.step)
         self._checkpointing.restore(engine, parts)
 
@@ -183,7 +188,8 @@ class TrainingRun:
             raise ScriptInvalid(
                 "expected run.restore(engine) before run.batches(): without it nothing can be checkpointed"
             )
-        if self._over:  # a trainer begins another epoch, perhaps after a request to stop
+        self.finish_step()  # a script may have left another loop after its last step
+        if self._over or self.stopped:  # a trainer begins another epoch, perhaps after a request to stop
             return
         self._heartbeat.doing(Phase.TRAINING, self.step)
         self._events.write({"event": "training", "step": self.step, "total_steps": self.total_steps})
@@ -231,8 +237,8 @@ class TrainingRun:
             raise ScriptInvalid("expected a batch from run.batches() before run.step_done(loss)")
         if self._loader is not None:
             self._loader.check_weights(always_full=self._attempt.order.always_full)
-        self._batch = None
         self._checkpointing.record_step(batch, loss, applied=applied)
+        self._batch = None  # not before: after an error that the script keeps to itself, nothing may be committed
         self._recoveries.observe(self._heartbeat, Phase.TRAINING)
         self._due_reason = self._checkpointing.due_reason()
         self._is_unfinished = True
@@ -256,7 +262,16 @@ class TrainingRun:
         self._checkpointing.keep_in_memory()
 
     def checkpoint(self) -> None:
-        """Take a checkpoint after the last finished step, unless it has one. Collective. Raises as `finish_step` does."""
+        """Take a checkpoint after the last finished step, unless it has one. Collective. Raises as `finish_step` does.
+
+        Raises:
+            ScriptInvalid: a batch is in hand, so the model may have a part of its step.
+        """
+        if self._batch is not None:
+            raise ScriptInvalid(
+                f"expected run.checkpoint() after run.step_done(loss) of step {self._batch.step}, found it before: the model may "
+                "have rows of that batch, which the ledger would not name"
+            )
         self._is_unfinished = False
         attempt = self._attempt
         if attempt.step > attempt.tracker.committed_step and not attempt.rehearses:
