@@ -169,6 +169,8 @@ import sys
 from pathlib import Path
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn import BatchNorm1d
 from torch.nn.parallel import DistributedDataParallel
 import dlac_pipeline as dlac
 from dlac_pipeline.checkpoint.stage.copies import Direct
@@ -176,7 +178,8 @@ from dlac_pipeline.checkpoint.stage.copies import Direct
 dist.init_process_group("gloo")
 rank, folder = dist.get_rank(), Path(sys.argv[1])
 for engine in (dlac.TorchState, dlac.DistributedState):
-    models = [torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)) for _ in range(2)]
+    layers = lambda: (torch.nn.Linear(2, 2), BatchNorm1d(2), checkpoint_wrapper(BatchNorm1d(2)))
+    models = [torch.nn.Sequential(*layers()) for _ in range(2)]
     first, again = (DistributedDataParallel(each, broadcast_buffers=False) for each in models)
     first(torch.arange(8.0).reshape(4, 2) * (rank + 1)).sum().backward()
     (saved := folder / engine.__name__).mkdir(exist_ok=True)
@@ -193,7 +196,7 @@ dist.destroy_process_group()
 
 
 def test_buffers_of_ranks_are_restored(tmp_path: Path) -> None:
-    """Each rank gets its own running mean of a BatchNorm back, where nothing synchronizes them."""
+    """Each rank gets its own running mean of a BatchNorm back, where nothing synchronizes them, also in a wrapper."""
     program = tmp_path / "program.py"
     program.write_text(OWN_BUFFERS)
     ranks = run_program(2, str(program), str(tmp_path))

@@ -44,6 +44,7 @@ def _buffers_of(part: Any) -> Iterator[tuple[str, torch.Tensor]]:
         return
     wrapped = [module for module in part.modules() if isinstance(module, DistributedDataParallel)]
     equal = {id(buffer) for module in wrapped if module.broadcast_buffers for buffer in module.buffers()}
-    buffers = dict(part.named_buffers())
-    names = bare_names(part, buffers.keys() & part.state_dict().keys())
+    buffers, state = dict(part.named_buffers()), part.state_dict()
+    saved = set(bare_names(part, state).values())  # activation checkpointing leaves its wrapper out of these names only
+    names = {name: bare for name, bare in bare_names(part, buffers).items() if bare in saved}
     yield from ((bare, buffers[name]) for name, bare in names.items() if id(buffers[name]) not in equal)
