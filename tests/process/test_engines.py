@@ -221,13 +221,21 @@ except SpecInvalid as err:
     assert "in the part 'average', found sharded" in str(err), err
 else:
     assert dist.get_rank() == 1
+optimizer = torch.optim.SGD(model.parameters())
+optimizer.state[model.weight]["own"] = (torch.zeros(1, 2), 3)
+try:
+    dlac.DistributedState(model=model, optimizer=optimizer).save(Path(sys.argv[1]), Direct().write)
+except SpecInvalid as err:
+    assert "parameter 'weight', found a plain tensor of shape (1, 2)" in str(err), err
+else:
+    raise AssertionError
 dist.barrier()
 dist.destroy_process_group()
 """
 
 
 def test_sharded_part_is_refused(tmp_path: Path) -> None:
-    """A second sharded model would come back with the first rank's shard at all ranks."""
+    """A second sharded model, or a plain tensor for a shard, would come back with the first rank's at all ranks."""
     program = tmp_path / "program.py"
     program.write_text(SHARDED_PART)
     ranks = run_program(2, str(program), str(tmp_path))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from pprint import pformat
 from typing import Any
 
 import pytest
@@ -100,6 +101,25 @@ def several(net: Net) -> list[Optimizer]:
     return [torch.optim.SGD(head, lr=0.01), torch.optim.Adam(rest, lr=0.01)]
 
 
+class Typed(Optimizer):
+    """SGD on weights in fp32, beside states of other types and empty ones."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no loss
+        """Train the weights in fp32, and round them."""
+        for parameter in (each for group in self.param_groups for each in group["params"] if each.grad is not None):
+            state = self.state[parameter]
+            if not state:
+                state |= {"weights": parameter.float(), "codes": torch.zeros_like(parameter, dtype=torch.uint8)}
+                state |= {"parts": [torch.zeros(1), (torch.ones(1), 2)], "kind": "fp32", "nothing": {}, "none": [{}]}
+            state["weights"] -= 0.01 * parameter.grad.float()
+            state["codes"] += 3
+            parameter.copy_(state["weights"])
+
+
 OPTIMIZERS: dict[str, Optimizers] = {
     "adadelta": one(torch.optim.Adadelta),
     "adafactor": one(torch.optim.Adafactor),
@@ -118,6 +138,7 @@ OPTIMIZERS: dict[str, Optimizers] = {
     "rprop": one(torch.optim.Rprop),
     "sgd": one(torch.optim.SGD, lr=0.01),
     "momentum": one(torch.optim.SGD, lr=0.01, momentum=0.9),
+    "typed": one(Typed),
     "groups": groups,
     "several": several,
 }
@@ -126,6 +147,7 @@ CASES = [
     *((kind, optimizer) for kind in KINDS for optimizer in ("adamw", "sgd", "several", "groups")),
     *(("used later", optimizer) for optimizer in OPTIMIZERS if optimizer != "muon"),
     ("matrices", "muon"),
+    ("bf16", "typed"),
 ]
 
 
@@ -174,7 +196,7 @@ class Trained:
         """Return all states as text, numbers exactly."""
         parts: list[Any] = [self.net, *self.optimizers, *self.schedules]
         states = [dict(each.state_dict()) for each in parts]
-        return str(tree_map_only(torch.Tensor, torch.Tensor.tolist, states))
+        return pformat(tree_map_only(torch.Tensor, torch.Tensor.tolist, states))  # dicts sorted
 
 
 @pytest.mark.parametrize("engine", ["torch", "dcp"])
@@ -227,6 +249,45 @@ def test_added_group_is_restored(tmp_path: Path, make: Optimizers, engine: str) 
     again.engine(engine).load(tmp_path, saved_world_size=1)
     assert again.train([4, 5, 6]) == expected
     assert again.state() == first.state()
+
+
+@pytest.mark.parametrize("engine", ["torch", "dcp"])
+def test_changed_type_is_converted(tmp_path: Path, engine: str) -> None:
+    """A script that continues in bf16 gets the moments of fp32 in the type of its parameters, as from torch."""
+    first = Trained("", OPTIMIZERS["adamw"], seed=1)
+    first.train([1, 2])
+    first.engine(engine).save(tmp_path, Direct().write)
+    again = Trained("bf16", OPTIMIZERS["adamw"], seed=2)
+    again.engine(engine).load(tmp_path, saved_world_size=1)
+    again.train([3])
+    assert again.optimizers[0].state[again.net.head.weight]["exp_avg"].dtype == torch.bfloat16
+
+
+class Counting(nn.Linear):
+    """A layer whose extra state is empty in a new model."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.counts: Any = {}
+
+    def get_extra_state(self) -> Any:
+        """Return the counts."""
+        return self.counts
+
+    def set_extra_state(self, state: Any) -> None:
+        """Set the counts."""
+        self.counts = state
+
+
+@pytest.mark.parametrize("counts", [{"a": {"b": 1}, "none": {}}, {3: torch.ones(2).tolist()}, {}, [{}, 1], (1, 2)])
+@pytest.mark.parametrize("engine", [TorchState, DistributedState])
+def test_extra_state_is_restored(tmp_path: Path, counts: Any, engine: type[Engine]) -> None:
+    """A dict comes back with the keys that it had, and not with those of the new model."""
+    first, again = Counting(), Counting()
+    first.counts = counts
+    engine(model=first).save(tmp_path, Direct().write)
+    engine(model=again).load(tmp_path, saved_world_size=1)
+    assert again.counts == counts
 
 
 def test_group_of_missing_optimizer_is_refused(tmp_path: Path) -> None:

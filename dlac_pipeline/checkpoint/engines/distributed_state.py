@@ -45,7 +45,10 @@ class DistributedState(Engine):
         """Every rank's parts and an index."""
         writer = ShardWriter(folder, write)
         with _together(folder) as alone:
-            state = {"model": get_model_state_dict(self._model), "optimizer": self._optimizers.state()}
+            state = {
+                "model": _with_whole_values(get_model_state_dict(self._model)),
+                "optimizer": self._optimizers.state(),
+            }
             save(state, storage_writer=writer, planner=PlainSavePlanner(), no_dist=alone)
         save_buffers(folder, {"model": self._model}, write)
         self._rest.save(folder, write)
@@ -56,21 +59,33 @@ class DistributedState(Engine):
         """Load the parts that this rank has now, from whichever ranks saved them: tensors and plain values only."""
         reader = ShardReader(folder)
         model = get_model_state_dict(self._model)
-        state = {"model": _without_tied(model, reader), **self._optimizers.targets(reader)}
+        values = set(reader.index["values"])
+        wanted = {
+            name: None if f"model.{name}" in values else value for name, value in _without_tied(model, reader).items()
+        }
+        state = {"model": wanted, **self._optimizers.targets(reader)}
         with _together(folder) as alone:
             load(state, storage_reader=reader, planner=PlainLoadPlanner(), no_dist=alone)
-        set_model_state_dict(self._model, {**model, **state.pop("model")})
+        found = state.pop("model")
+        if not reader.is_adopted:
+            found = {name: value[0] if isinstance(value, tuple) else value for name, value in found.items()}
+        set_model_state_dict(self._model, {**model, **found})
         self._optimizers.load(reader, state)
         load_buffers(folder, {"model": self._model}, saved_world_size=saved_world_size)
         rest = self._rest
         if reader.is_adopted:
-            found = TorchState.parts_in(folder)
-            rest = TorchState(**{name: part for name, part in rest.modules().items() if name in found})
+            parts = TorchState.parts_in(folder)
+            rest = TorchState(**{name: part for name, part in rest.modules().items() if name in parts})
         rest.load(folder, saved_world_size=saved_world_size)
 
     def modules(self) -> Mapping[str, Any]:
         """Return the sharded model and the other parts."""
         return {"model": self._model, **self._rest.modules()}
+
+
+def _with_whole_values(model: dict[str, Any]) -> dict[str, Any]:
+    """Return a model's state in which DCP takes an extra state for one value. A load would look for the keys of a new model."""
+    return {name: (value,) if isinstance(value, Mapping | list | tuple) else value for name, value in model.items()}
 
 
 def _without_tied(model: dict[str, Any], reader: ShardReader) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
+from dlac_pipeline.checkpoint.engines.exact_load import load_exactly
 from dlac_pipeline.checkpoint.engines.model_names import bare_names
 from dlac_pipeline.checkpoint.engines.shards import ShardReader
 from dlac_pipeline.lakehouse.errors import CheckpointError, ResumeMismatch, ScriptInvalid, SpecInvalid
@@ -21,6 +22,8 @@ from dlac_pipeline.lakehouse.errors import CheckpointError, ResumeMismatch, Scri
 _STATE, _GROUPS, _PARAMETERS = "state", "param_groups", "params"
 _SIZES = "param_groups.sizes"
 """Beside them: the number of groups of each optimizer. The groups of one follow each other."""
+_EMPTY = "param_groups.empty"
+"""Beside them: the paths of empty dicts, which DCP leaves out."""
 
 
 class OptimizerStates:
@@ -37,7 +40,7 @@ class OptimizerStates:
 
         Raises:
             ScriptInvalid: an optimizer has a parameter that the model does not have, or two have the same.
-            SpecInvalid: an optimizer has a state that could not be loaded again.
+            SpecInvalid: an optimizer has a state that could not be loaded again, or may differ by rank.
         """
         names = self._names()
         state: dict[str, Any] = {}
@@ -49,19 +52,21 @@ class OptimizerStates:
                     f"expected {_STATE!r} and {_GROUPS!r} in the state of {type(optimizer).__name__}, found {sorted(strange)!r}, "
                     "which DistributedState does not save: use dlac_pipeline.TorchState"
                 )
-            numbered = [names[parameter] for group in optimizer.param_groups for parameter in group[_PARAMETERS]]
+            parameters = [each for group in optimizer.param_groups for each in group[_PARAMETERS]]
+            numbered = [names[each] for each in parameters]
             if nameless := [key for key in found[_STATE] if not isinstance(key, int)]:
                 raise SpecInvalid(
                     f"expected a state of each parameter in {type(optimizer).__name__}, found one of {nameless[0]!r}, no "
                     "parameter: use dlac_pipeline.TorchState"
                 )
-            state |= {numbered[key]: each for key, each in found[_STATE].items()}
+            for key, each in found[_STATE].items():
+                _check_whole(numbered[key], parameters[key], each)
+                state[numbered[key]] = each
             groups += [
                 {**group, _PARAMETERS: [numbered[number] for number in group[_PARAMETERS]]} for group in found[_GROUPS]
             ]
-        for place, each in ((_STATE, state), *((_GROUPS, group) for group in groups)):
-            _check_keys(each, f"optimizer.{place}")
-        return {_STATE: state, _GROUPS: groups, _SIZES: [len(each.param_groups) for each in self._optimizers]}
+        sizes, both = [len(each.param_groups) for each in self._optimizers], {_STATE: state, _GROUPS: groups}
+        return {**both, _SIZES: sizes, _EMPTY: [*_empty_paths(both)]}
 
     def targets(self, reader: ShardReader) -> dict[str, Any]:
         """Return name -> tensor to load into, or None for a plain value, for each part of an optimizer in the index."""
@@ -83,17 +88,21 @@ class OptimizerStates:
         found: dict[str, Any] = {_STATE: {}, _GROUPS: [], _SIZES: []}
         for name, path in _optimizer_paths(reader, set(self._names().values())):
             set_element(found, path, values[name])
+        for empty in found.get(_EMPTY, ()):
+            set_element(found, tuple(empty), {})
         groups = [self._groups_of(number, found) for number in range(len(self._optimizers))]
         if not reader.is_adopted:
             for optimizer, saved in zip(self._optimizers, groups, strict=True):
                 self._add_groups(optimizer, saved)
             self._check_used(found, set(self._names().values()))
         names = self._names()
+        model = {name: reader.index["tensors"].get(f"model.{name}") for name in names.values()}
+        dtypes = {each: entry["dtype"] for each, name in names.items() if (entry := model[name]) is not None}
         for optimizer, saved in zip(self._optimizers, groups, strict=True):
             if reader.is_adopted:
                 _check_complete(optimizer, names, found[_STATE])
             if found[_STATE] or found[_GROUPS]:
-                _load_optimizer(optimizer, names, found[_STATE], saved)
+                load_exactly(optimizer, _numbered(optimizer, names, found[_STATE], saved), dtypes)
 
     def check(self) -> None:
         """Raise `ScriptInvalid` as `state`."""
@@ -154,13 +163,13 @@ class OptimizerStates:
             )
 
 
-def _load_optimizer(
+def _numbered(
     optimizer: Optimizer,
     names: Mapping[Parameter, str],
     states: Mapping[str, Any],
     saved_groups: Sequence[Mapping[str, Any]],
-) -> None:
-    """Set the state of one optimizer. What the checkpoint lacks of its settings stays as the script made it."""
+) -> dict[str, Any]:
+    """Return the state for one optimizer. What the checkpoint lacks of its settings stays as the script made it."""
     groups: list[dict[str, Any]] = []
     state: dict[int, Any] = {}
     number = 0
@@ -179,7 +188,7 @@ def _load_optimizer(
         groups.append({**settings, _PARAMETERS: list(numbers)})
         state |= {each: states[name] for each, name in zip(numbers, group_names, strict=True) if name in states}
         number += len(group_names)
-    optimizer.load_state_dict({_STATE: state, _GROUPS: groups})
+    return {_STATE: state, _GROUPS: groups}
 
 
 def _optimizer_paths(reader: ShardReader, parameters: Any) -> Iterator[tuple[str, tuple[Any, ...]]]:
@@ -212,16 +221,32 @@ def _target(size: Sequence[int], dtype: torch.dtype, parameter: Parameter | None
     return whole
 
 
-def _check_keys(value: Any, place: str) -> None:
-    """Raise `SpecInvalid` for a key that is no string: an index has names."""
-    if not isinstance(value, Mapping):
+def _check_whole(name: str, parameter: Parameter, value: Any) -> None:
+    """Raise `SpecInvalid` for a plain tensor in the state of a sharded parameter. DCP would save that of one rank for all."""
+    if not isinstance(parameter, DTensor) or all(each.is_replicate() for each in parameter.placements):
         return
-    for key, each in value.items():
-        if not isinstance(key, str):
+    if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.dim():
+        raise SpecInvalid(
+            f"expected DTensors in the optimizer's state of the sharded parameter {name!r}, found a plain tensor of shape "
+            f"{tuple(value.shape)!r}, which may differ by rank: make it with torch.zeros_like(parameter) or DTensor.from_local"
+        )
+    for each in value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ():
+        _check_whole(name, parameter, each)
+
+
+def _empty_paths(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[list[str | int]]:
+    """Yield the path of each empty dict. Raise `SpecInvalid` for a key that is no string: an index has names."""
+    if isinstance(value, Mapping) and not value:
+        yield [*path]
+    for key, each in (
+        value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    ):
+        if isinstance(value, Mapping) and not isinstance(key, str):
             raise SpecInvalid(
-                f"expected strings as keys in the state of an optimizer, found {key!r} in {place}: use dlac_pipeline.TorchState"
+                f"expected strings as keys in the state of an optimizer, found {key!r} in "
+                f"{'.'.join(map(str, ('optimizer', *path)))}: use dlac_pipeline.TorchState"
             )
-        _check_keys(each, f"{place}.{key}")
+        yield from _empty_paths(each, (*path, key))
 
 
 def _check_complete(

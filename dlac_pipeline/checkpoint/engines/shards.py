@@ -1,5 +1,6 @@
 """A checkpoint's folder, written and read by torch.distributed.checkpoint (DCP). See docs/design/0004-engines.md."""
 
+import copy
 import json
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -162,7 +163,7 @@ class ShardReader(_AsPlanned, StorageReader):
             for position, item in wanted:
                 part = part_at(position)
                 if item.type == planners.LoadItemType.BYTE_IO:
-                    planner.load_bytes(item, part)
+                    planner.load_bytes(item, copy.deepcopy(part))  # its tensors are in a file that may be overwritten
                     continue
                 target = planner.resolve_tensor(item).detach()
                 target.copy_(part[box(item.storage_offsets, item.lengths)])

@@ -13,6 +13,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from dlac_pipeline.checkpoint.engines.engine import Engine
+from dlac_pipeline.checkpoint.engines.exact_load import load_exactly
 from dlac_pipeline.checkpoint.engines.model_names import bare_names
 from dlac_pipeline.checkpoint.engines.rank_buffers import load_buffers, save_buffers
 from dlac_pipeline.checkpoint.engines.safe_load import load_tensors, plain_state
@@ -64,7 +65,11 @@ class TorchState(Engine):
         state = load_tensors(folder / self._FILE, mmap=True)
         for name, groups in state.get(self._GROUPS, {}).items():
             self._add_groups(self._parts.get(name), groups, state[name])
+        dtypes = self._saved_dtypes(state)
         for name, part in self._parts.items():
+            if isinstance(part, Optimizer):
+                load_exactly(part, copy.deepcopy(state[name]), dtypes)
+                continue
             wrapped = _wrapped_state(part, state[name])
             part.load_state_dict(wrapped if _only_copies(part) else copy.deepcopy(wrapped))
         load_buffers(folder, self._parts, saved_world_size=saved_world_size)
@@ -93,6 +98,13 @@ class TorchState(Engine):
             for part, own in owned.items()
             for name, bare in bare_names(modules[part], own).items()
         }
+
+    def _saved_dtypes(self, state: Mapping[str, Any]) -> dict[Parameter, torch.dtype]:
+        """Return the types that the parameters had when they were saved."""
+        found = {part: state[part] for part in self._parts if isinstance(state.get(part), Mapping)}
+        saved = {f"{part}.{name}": each for part, values in found.items() for name, each in values.items()}
+        own = self._parameters().items()
+        return {each: saved[name].dtype for name, each in own if isinstance(saved.get(name), torch.Tensor)}
 
     def _add_groups(self, optimizer: Any, saved: list[list[str]], state: Mapping[str, Any]) -> None:
         """Add the groups that the script adds to an optimizer during training, as when it thaws a layer."""

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from dlac_pipeline.checkpoint.engines import Engine, adapt
+from dlac_pipeline.checkpoint.engines.exact_load import load_exactly
 from dlac_pipeline.checkpoint.engines.torch_state import is_sharded
 from dlac_pipeline.checkpoint.stage.copies import Write
 from dlac_pipeline.lakehouse.errors import ScriptInvalid
@@ -92,7 +93,8 @@ class TorchFTState(Engine):
                 own = part.state_dict()
                 given = {key: _with_mesh(value, _mesh_of(own.get(key))) for key, value in given.items()}
             elif isinstance(part, torch.optim.Optimizer):
-                given = {**given, "state": _optimizer_state(part, given)}
+                load_exactly(part, {**given, "state": _optimizer_state(part, given)}, {})
+                continue
             part.load_state_dict(given)
 
 
