@@ -203,6 +203,45 @@ def test_buffers_of_ranks_are_restored(tmp_path: Path) -> None:
     assert not any(ranks.codes), ranks.stderr
 
 
+DEEPSPEED_BUFFERS = """
+import sys
+from pathlib import Path
+import deepspeed
+import torch
+import torch.distributed as dist
+from dlac_pipeline.checkpoint.engines import adapt, skip_shared_memory_op
+from dlac_pipeline.checkpoint.stage.copies import Direct
+
+dist.init_process_group("gloo")
+skip_shared_memory_op()
+rank, folder = dist.get_rank(), Path(sys.argv[1])
+models = [torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)) for _ in range(2)]
+config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}
+first, again = (
+    deepspeed.initialize(model=each, optimizer=torch.optim.AdamW(each.parameters()), config=config)[0] for each in models
+)
+first.backward(first(torch.arange(8.0).reshape(4, 2) * (rank + 1)).sum())
+first.step()
+adapt(first).save(folder, Direct().write)
+dist.barrier()
+adapt(again).load(folder, saved_world_size=2)
+for name, value in models[0].state_dict().items():
+    assert torch.equal(models[1].state_dict()[name], value), name
+means = [torch.zeros(2) for _ in range(2)]
+dist.all_gather(means, models[1][1].running_mean)
+assert not torch.equal(*means)
+dist.destroy_process_group()
+"""
+
+
+def test_deepspeed_restores_buffers_of_ranks(tmp_path: Path) -> None:
+    """DeepSpeed saves those of the first rank, and makes none equal."""
+    program = tmp_path / "program.py"
+    program.write_text(DEEPSPEED_BUFFERS)
+    ranks = run_program(2, str(program), str(tmp_path))
+    assert not any(ranks.codes), ranks.stderr
+
+
 SHARDED_PART = """
 import sys
 from pathlib import Path

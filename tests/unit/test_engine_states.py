@@ -281,7 +281,7 @@ class Counting(nn.Linear):
 
 @pytest.mark.parametrize("counts", [{"a": {"b": 1}, "none": {}}, {3: torch.ones(2).tolist()}, {}, [{}, 1], (1, 2)])
 @pytest.mark.parametrize("engine", [TorchState, DistributedState])
-def test_extra_state_is_restored(tmp_path: Path, counts: Any, engine: type[Engine]) -> None:
+def test_extra_state_is_restored(tmp_path: Path, counts: Any, engine: type[TorchState | DistributedState]) -> None:
     """A dict comes back with the keys that it had, and not with those of the new model."""
     first, again = Counting(), Counting()
     first.counts = counts

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from dlac_pipeline.checkpoint.engines.engine import Convert
 from dlac_pipeline.checkpoint.engines.model_names import unwrapped_name
+from dlac_pipeline.checkpoint.engines.rank_buffers import load_buffers, save_buffers
 from dlac_pipeline.checkpoint.engines.safe_load import load_tensors, only_tensors, plain_state
 from dlac_pipeline.checkpoint.stage.copies import Write
 from dlac_pipeline.lakehouse.errors import CheckpointDamaged, CheckpointError, SpecInvalid, WorldSizeUnsupported
@@ -54,6 +55,7 @@ class DeepSpeedState:
             del engine._copy_recovery_script
         if recorder.failure is not None:
             raise recorder.failure
+        save_buffers(folder, self.modules(), write)
 
     def load(self, folder: Path, *, saved_world_size: int) -> None:
         """Load the shards of this rank, or its part of a converted checkpoint: tensors and a few known classes only."""
@@ -64,6 +66,7 @@ class DeepSpeedState:
             raise CheckpointDamaged(f"expected a checkpoint in {str(folder)!r}, DeepSpeed found none that it can load")
         if converted:
             _load_rest(self._engine, folder / self.TAG)
+        load_buffers(folder, self.modules(), saved_world_size=saved_world_size)
 
     def conversion(self, saved_world_size: int) -> Convert | None:
         """To a Universal Checkpoint, where ranks keep different shards. DeepSpeed converts no frozen parameters at ZeRO 3."""
