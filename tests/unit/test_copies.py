@@ -19,3 +19,14 @@ def test_copies_have_the_same_bytes(tmp_path: Path, count: int) -> None:
     original.fill_(0)
     copies.finish()
     assert torch.equal(written["file"], expected)
+
+
+def test_copy_counts_nothing_twice(tmp_path: Path) -> None:
+    """The milestones of a `MultiStepLR` are a `Counter`, whose `update` adds: each would lower the learning rate twice."""
+    optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters())
+    state = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 3]).state_dict()
+    written: list[dict[str, object]] = []
+    copies = Copies(CopyMemory(), save=lambda copied, path: written.append(copied))
+    copies.write(tmp_path / "file", state)
+    copies.finish()
+    assert written == [state]

@@ -111,7 +111,8 @@ class Copies:
             return TensorFile(self._copy_of(value.tensors), value.about)
         if isinstance(value, dict):
             copied = copy.copy(value)  # keeps its type, and the attributes of a state_dict
-            copied.update({key: self._copy_of(each) for key, each in value.items()})
+            for key, each in value.items():  # `update` of a Counter adds
+                copied[key] = self._copy_of(each)
             return copied
         if type(value) in (list, tuple):
             return type(value)(self._copy_of(each) for each in value)
