@@ -290,6 +290,30 @@ def test_extra_state_is_restored(tmp_path: Path, counts: Any, engine: type[Torch
     assert again.counts == counts
 
 
+class Versioned(nn.Linear):
+    """A layer that takes a state without its version for an old one, as torchvision's `MNASNet` does."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+        assert metadata.get("version") == 2
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+
+@pytest.mark.parametrize("engine", [TorchState, DistributedState])
+@pytest.mark.parametrize("compiled", ["", "saving", "loading", "saving, loading"])
+def test_state_has_versions_of_modules(
+    tmp_path: Path, compiled: str, engine: type[TorchState | DistributedState]
+) -> None:
+    """A wrapper changes the names in a state, and keeps the versions."""
+    first, again = (nn.Sequential(Versioned(2, 2)) for _ in range(2))
+    saved: Any = torch.compile(first, backend="eager") if "saving" in compiled else first
+    loaded: Any = torch.compile(again, backend="eager") if "loading" in compiled else again
+    engine(model=saved).save(tmp_path, Direct().write)
+    engine(model=loaded).load(tmp_path, saved_world_size=1)
+    assert str(again.state_dict()) == str(first.state_dict())
+
+
 def test_group_of_missing_optimizer_is_refused(tmp_path: Path) -> None:
     """The parameters of an optimizer that the script makes later get no other optimizer."""
     first = Trained("", two_thawing, seed=1)

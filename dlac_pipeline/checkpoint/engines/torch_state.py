@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from dlac_pipeline.checkpoint.engines.engine import Engine
 from dlac_pipeline.checkpoint.engines.exact_load import load_exactly
-from dlac_pipeline.checkpoint.engines.model_names import bare_names
+from dlac_pipeline.checkpoint.engines.model_names import bare_names, with_versions
 from dlac_pipeline.checkpoint.engines.rank_buffers import load_buffers, save_buffers
 from dlac_pipeline.checkpoint.engines.safe_load import load_tensors, plain_state
 from dlac_pipeline.checkpoint.stage.copies import Write
@@ -151,5 +151,8 @@ def _wrapped_state(part: Any, state: Any) -> Any:
     """Return a saved state with the names that a part has now."""
     if not isinstance(part, Module) or not isinstance(state, dict):
         return state
-    names = {bare: name for name, bare in bare_names(part, part.state_dict()).items() if bare != name}
-    return {names.get(name, name): each for name, each in state.items()} if names else state
+    own = part.state_dict()
+    names = {bare: name for name, bare in bare_names(part, own).items() if bare != name}
+    if not names and hasattr(state, "_metadata") == hasattr(own, "_metadata"):
+        return state
+    return with_versions({names.get(name) or name: each for name, each in state.items()}, part)
