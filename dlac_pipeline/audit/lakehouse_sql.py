@@ -24,7 +24,7 @@ from dlac_pipeline.lakehouse.iceberg.relocation import raw_path
 QUESTIONS = (
     *("bare_path", "checkpoints", "branch_checkpoints", "lineage", "ancestors"),
     *("units", "blocks", "cut_plans", "row_positions", "touched", "consumed"),
-    *("row_key", "identity_text", "keyed_files", "keys_of", "seen_by", "keys_seen"),
+    *("row_key", "identity_text", "keyed_files", "keys_of", "seen_by", "keys_seen", "lost_appends"),
 )
 """Scripts that find the checkpoints that have seen a row. Each uses only those before it."""
 

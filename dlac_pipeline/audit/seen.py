@@ -19,7 +19,7 @@ def who_has_seen(
     has seen it, and limits of the answer. Raises `NoSuchRun`, or `SpecInvalid` for other values than the keyed rows have.
     """
     # what `seen_by` uses but `row_keys`: of those only the rows with the key are read
-    names = "consumption slices plans units cut_plans lineage ancestor_branches checkpoints"
+    names = "consumption slices plans units cut_plans lineage ancestor_branches checkpoints lost_appends"
     with open_audit(lakehouse, query=names) as connection:
         tables = "SELECT source_table, list(DISTINCT table_uuid) FROM plans GROUP BY source_table"
         uuids = dict(connection.execute(tables).fetchall())

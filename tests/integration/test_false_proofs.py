@@ -10,23 +10,27 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from pyiceberg.expressions import And, EqualTo
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import dlac_pipeline as dlac
 from dlac_pipeline.audit.explain import EXPLAINED
+from dlac_pipeline.audit.seen import who_has_seen
 from dlac_pipeline.checkpoint.engines.deepspeed_state import DeepSpeedState
 from dlac_pipeline.checkpoint.memory.states import memory_folder, read_states
 from dlac_pipeline.checkpoint.restore.export import export_tensors, export_weights
 from dlac_pipeline.checkpoint.restore.foreign import foreign_checkpoint
 from dlac_pipeline.checkpoint.store import tiers_of
 from dlac_pipeline.lakehouse.errors import SpecInvalid
+from dlac_pipeline.lakehouse.iceberg.connect import equals
 from dlac_pipeline.lakehouse.iceberg.pins import remove_pin
 from dlac_pipeline.lakehouse.ledger.branches import retire_left
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import ClaimRow
 from dlac_pipeline.operations.documents.certificate import differences, make_key
-from dlac_pipeline.operations.fork import adopt_checkpoint
+from dlac_pipeline.operations.documents.passport import write_passport
+from dlac_pipeline.operations.fork import adopt_checkpoint, fork_run
 from dlac_pipeline.operations.rewind import rewind_run
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec
@@ -34,7 +38,7 @@ from dlac_pipeline.supervise.claim import ClaimRequest, claim_and_verify
 from tests.conftest import Arena, source_rows, wait_until
 from tests.integration.conftest import Command
 from tests.integration.test_adopt import _Touch
-from tests.integration.test_forget import Erasure, small
+from tests.integration.test_forget import Erasure, rows_until, small
 
 
 def train_sharded(arena: Arena, spec: JobSpec, *, until: int | None = None) -> dict[int, list[int]]:
@@ -318,3 +322,60 @@ def test_expired_row_is_found_by_key(arena: Arena) -> None:
     assert (later.plan()["rows"]["count"], later.plan()["problems"]) == (3, [])
     other = Erasure(arena, ["even = true"], spec)
     assert any("are not counted" in each for each in other.plan()["problems"])
+
+
+def test_lost_append_proves_nothing(arena: Arena) -> None:
+    """A run without an append, and a fork of a lost checkpoint, are unknown to all proofs until they are retired."""
+    arena.table(appends=(400,))
+    spec = small(arena, "r", row_keys=True, identity_columns=["row_id"])
+    fork = small(arena, "f", row_keys=True, identity_columns=["row_id"])
+    row = train_sharded(arena, spec)[7][3]
+    lost = next(each for each in arena.lineage("r") if each.step == 8)
+    fork_run(arena.lakehouse, fork, "r", checkpoint_id=lost.checkpoint_id)
+    arena.lakehouse.own("consumption").delete(And(equals("run", "r"), EqualTo("seq", lost.seq)))
+    for run in (None, "r", "f"):
+        assert who_has_seen(arena.lakehouse, [str(row)], run=run)["notes"][-1].startswith(
+            "unknown for run r, of whose 11"
+        )
+    passport = write_passport(
+        arena.lakehouse, "r", export_weights(arena.lakehouse, tiers_of(spec), arena.home / "model.safetensors")
+    )
+    assert passport is not None
+    assert passport.incomplete == ("the ledger has 13 of the 14 appends of run r",)
+    erasure = Erasure(arena, [f"row_id = {row}"], spec, fork)
+    problems = " ".join(erasure.plan()["problems"])
+    assert f"run f: expected checkpoint {lost.checkpoint_id} of run r in the ledger" in problems
+    assert "run r: expected all 15 appends in the ledger, found 14" in problems
+    for run in ("r", "f"):
+        retire_left(Ledger(arena.lakehouse), run, whole=True)
+    assert erasure.certify()
+
+
+def test_follower_skips_forgotten_row(arena: Arena) -> None:
+    """A run that has not planned an appended row yet will read it, unless it excludes it."""
+    arena.table(appends=(200,))
+    follower, other = small(arena, "a", follow="appends"), small(arena, "b")
+    arena.train(follower)
+    arena.lakehouse.load("src.t").append(source_rows(200, 200))
+    row = next(each for rows in arena.train(other).values() for each in rows if each >= 200)
+    erasure = Erasure(arena, [f"row_id = {row}"], follower, other)
+    assert (erasure.run("a")["action"], erasure.run("a")["steps_to_replay"]) == ("rewind", 0)
+    erasure.execute()
+    document, _ = erasure.certify()
+    assert row not in rows_until(arena.train(follower), 99)
+    assert erasure.differences(document) == []
+
+
+def test_exclusion_counts_for_its_source(arena: Arena) -> None:
+    """A run at its beginning that excludes a row from one of two sources will read it from the other."""
+    arena.table(appends=(400,))
+    spec = small(arena, "r", steps=8)
+    spec = spec.model_copy(update={"mixture": [spec.source.model_copy(update={"name": "second"})]})
+    row = arena.train(spec)[7][0]
+    erasure = Erasure(arena, [f"row_id = {row}"], spec)
+    for nonce in ("one", "two"):
+        rewind_run(arena.lakehouse, "r", nonce=nonce, step=0, exclude=erasure.filters, source="src.t", spec=spec)
+        assert (erasure.run("r")["action"], erasure.run("r")["will_read"]) == ("rewind", True)
+        erasure.execute()
+        assert erasure.certify()
+        assert row not in rows_until(arena.train(spec), 99)

@@ -41,8 +41,9 @@ walk AS (
 SELECT DISTINCT run, excluded.source AS source, excluded."where" AS "where"
 FROM (SELECT run, unnest(r.excluded) AS excluded FROM walk JOIN rewinds AS r USING (run, seq));
 
--- One row per run that the plans of its leg let read a row, unless it is finished or excludes the rows. Without a head the
--- plans are those of its last claim. A run without a restorable checkpoint reads nothing more.
+-- One row per run that will read a row, unless it is finished or excludes the rows. The leg of its head decides, or without a
+-- head its first one, with which it begins again. The plans of its last claim count without a head, too. A source that follows
+-- its table will read a row that no plan of the surviving lineage has. A run whose head is retired reads nothing more.
 CREATE OR REPLACE VIEW forget_readers AS
 WITH
 claims AS (
@@ -50,20 +51,46 @@ claims AS (
     -- An adoption or a fork that was killed has trained nothing, and has no weights. Repeated, it claims the run again.
     HAVING (claim -> '$.adopts') IS NULL AND (claim -> '$.forks') IS NULL
 ),
+bound AS (
+    SELECT l.run, g.leg_json FROM lineage AS l JOIN legs AS g ON g.run = l.run AND g.leg = l.leg WHERE l.is_head
+    UNION
+    SELECT run, arg_min(detail, seq)::JSON FROM consumption
+    WHERE kind = 'leg' AND run NOT IN (SELECT run FROM lineage)
+    GROUP BY run
+),
+bound_sources AS (
+    SELECT run, source, json_extract(leg_json, format('$.sources[{}]', source)) AS source_json
+    FROM (SELECT run, leg_json, unnest(range(json_array_length(leg_json -> '$.sources')::BIGINT)) AS source FROM bound)
+),
 upcoming AS (
     SELECT l.run, c.source, c.live_plan_id AS plan_id
     FROM lineage AS l JOIN leg_cuts AS c ON c.run = l.run AND c.leg = l.leg
     WHERE l.is_head
     UNION
+    SELECT run, source, unnest(from_json(source_json -> '$.start.upcoming', '[["VARCHAR"]]'))[1]
+    FROM bound_sources
+    WHERE run NOT IN (SELECT run FROM lineage)
+    UNION
     SELECT run, NULL, unnest(from_json(coalesce(claim -> '$.leg_plan_ids', claim -> '$.plan_ids'), '["VARCHAR"]'))
     FROM claims
     WHERE run NOT IN (SELECT run FROM lineage)
 ),
+unplanned AS (
+    SELECT b.run, b.source
+    FROM bound_sources AS b, forget_rows AS f
+    WHERE b.source_json ->> '$.follow' = 'appends' AND b.source_json ->> '$.table_uuid' = (SELECT table_uuid FROM forget_request)
+    GROUP BY b.run, b.source, f.file_path, f.row
+    HAVING NOT bool_or((b.run, b.source, f.plan_id) IN (SELECT run, source, plan_id FROM leg_cuts))
+),
 reading AS (
     SELECT DISTINCT u.run, u.source
-    FROM upcoming AS u JOIN live_places('forget_rows') AS p USING (plan_id)
+    FROM (
+        SELECT u.run, u.source FROM upcoming AS u JOIN live_places('forget_rows') AS p USING (plan_id)
+        UNION
+        FROM unplanned
+    ) AS u
     WHERE u.run NOT IN (SELECT run FROM finishes)
-        AND u.run NOT IN (SELECT run FROM forget_checkpoints GROUP BY run HAVING NOT bool_or(restorable))
+        AND u.run NOT IN (SELECT run FROM forget_checkpoints WHERE is_head AND NOT restorable)
 )
 SELECT DISTINCT r.run
 FROM reading AS r, (SELECT unnest(filters) AS "where" FROM forget_request) AS f
@@ -124,7 +151,7 @@ judged AS (
         *,
         CASE
             WHEN restorable IS NULL THEN CASE WHEN will_read THEN 'begin again' ELSE 'none' END
-            WHEN NOT restorable THEN 'none'
+            WHEN NOT restorable AND NOT will_read THEN 'none'
             WHEN head_affected AND clean_checkpoint IS NULL AND NOT has_beginning AND first_is_affected AND forked_run IS NOT NULL
                 THEN 'fork again'
             WHEN head_affected AND clean_checkpoint IS NULL AND NOT has_beginning THEN 'begin again'
@@ -200,7 +227,8 @@ SELECT
 FROM costed AS c
 ORDER BY c.run;
 
--- One row per contradiction: no row if no checkpoint that has seen a row can be restored, and no run will read one.
+-- One row per contradiction: no row if no checkpoint that has seen a row can be restored, and no run will read one. Of a
+-- checkpoint of a run that lacks appends, or whose origin is lost, it is unknown.
 CREATE OR REPLACE VIEW forget_problems AS
 SELECT run, 'expected no restorable checkpoint that has seen the rows, found ' || string_agg(checkpoint_id, ', ' ORDER BY seq)
     AS problem
@@ -215,6 +243,18 @@ WHERE h.is_head AND h.affected
 UNION ALL
 SELECT run, 'expected the rows to be excluded, found that the next steps would read them'
 FROM forget_readers
+UNION ALL
+SELECT l.run, format('expected all {} appends in the ledger, found {}: run dlac ledger rebuild, or dlac retire {} --whole-run',
+    l.last_seq, l.found, l.run)
+FROM lost_appends AS l
+WHERE l.run NOT IN (SELECT run FROM forget_checkpoints GROUP BY run HAVING NOT bool_or(restorable))
+UNION ALL
+SELECT run, format('expected checkpoint {} of run {} in the ledger, from which it was forked, found none: run dlac ledger rebuild, '
+    || 'or dlac retire {} --whole-run', any_value(forked_from), any_value(forked_run), run)
+FROM forget_checkpoints
+WHERE forked_from IS NOT NULL AND forked_from NOT IN (SELECT checkpoint_id FROM forget_checkpoints)
+GROUP BY run
+HAVING bool_or(restorable)
 ORDER BY ALL;
 
 -- One row: the number of rows, their digest, and the rows themselves if they are few. The statement creates forget_request and

@@ -24,4 +24,8 @@ UNION ALL
 SELECT format('training before checkpoint {} was elsewhere ({})', checkpoint_id, adopted)
 FROM checkpoints
 WHERE adopted IS NOT NULL AND forked_from IS NULL AND checkpoint_id IN (FROM ancestry)
+UNION ALL
+SELECT format('the ledger has {} of the {} appends of run {}', found, last_seq, run)
+FROM lost_appends
+WHERE run IN (SELECT run FROM ancestors($1) UNION SELECT forked_run FROM checkpoints WHERE checkpoint_id IN (FROM ancestry))
 ORDER BY reason;

@@ -12,7 +12,7 @@ from dlac_pipeline.lakehouse.ledger.branches import FORGET_REASON, exclusions_in
 from dlac_pipeline.lakehouse.ledger.commits import unname_checkpoint
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.older_ledger import check_ledger
-from dlac_pipeline.lakehouse.ledger.typed_rows import Exclusion
+from dlac_pipeline.lakehouse.ledger.typed_rows import Exclusion, RewindRow
 from dlac_pipeline.operations.documents.forget import ForgetPlan, SpecOf, plan_forget
 from dlac_pipeline.operations.documents.left_weights import LeftWeights
 from dlac_pipeline.operations.retire import retire_checkpoints
@@ -41,11 +41,13 @@ def _rewind(lakehouse: Lakehouse, plan: ForgetPlan, run: dict[str, Any], spec_of
     leg = first_leg_of(rows) if clean is None else leg_of(rows, clean)
     mine = [place for place, each in enumerate(leg.sources if leg else ()) if each.table_uuid == plan["table_uuid"]]
     wanted = [Exclusion(source=place, where=where) for place in mine for where in plan["filters"]]
+    # a later rewind may have dropped what an equal one excluded
+    facts = [plan["id"], name, run["head"], clean, sum(isinstance(row, RewindRow) for row in rows)]
     try:
         rewind_run(
             lakehouse,
             name,
-            nonce=blake3(json.dumps([plan["id"], name, run["head"], clean]).encode()).hexdigest(length=8),
+            nonce=blake3(json.dumps(facts).encode()).hexdigest(length=8),
             step=0 if clean is None else None,
             checkpoint_id=clean,
             # a rewind drops exclusions that were made after its target, among them those of earlier requests
