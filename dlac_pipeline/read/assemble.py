@@ -102,6 +102,11 @@ def _shape(kind: ColumnKind, columns: Sequence[Column], length: int) -> tuple[in
         )
     if shapes:
         return shapes.pop()
+    return shape_of(kind, length)
+
+
+def shape_of(kind: ColumnKind, length: int = 0) -> tuple[int, ...]:
+    """Return the shape of a row of a column. `length` is that of its lists where the kind does not know it."""
     if kind.listed:
         return (length if kind.length is None else kind.length, *kind.inner)
     return () if kind.width is None else (kind.width,)

@@ -129,7 +129,8 @@ def samples_of(
 ) -> Samples:
     """Return a block's samples: each row, or each output row of the transform, is one. Arguments and errors as of `documents_of`.
 
-    `first` gets the kinds of the columns of the first block with samples. Those of the others must be the same.
+    `first` gets the kinds of the columns of the first block with samples. Those of the others, also in other sources, must be
+    the same.
     """
     done = _transformed(live, positions, transform, reject, check)
     rows = source_rows(positions, done.row, done.rejected)
@@ -141,8 +142,8 @@ def samples_of(
     expected = first.setdefault("first", kinds)  # atomic: several threads prepare blocks
     if kinds != expected:
         raise UnsupportedColumn(
-            f"expected columns of the same types and lengths from {origin} for every block, found {kinds!r} after {expected!r}: "
-            "convert them in the transform"
+            f"expected columns of the same types and lengths from {origin} for every block and source, found {kinds!r} "
+            f"after {expected!r}: convert them in the transform"
         )
     return Samples(arrays, rows)
 

@@ -26,7 +26,7 @@ from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.plan.units import Ints
 from dlac_pipeline.read.assemble import assemble, assemble_run
 from dlac_pipeline.read.batch import Batch
-from dlac_pipeline.read.documents import Documents, Samples
+from dlac_pipeline.read.documents import Documents, Kinds, Samples
 from dlac_pipeline.read.group import GroupBatch, GroupReader, GroupSlots, OpenStream
 from dlac_pipeline.read.line import Content
 from dlac_pipeline.read.memory import Buffers
@@ -328,11 +328,14 @@ def _items_of(taken: Sequence[GroupBatch]) -> int:
 
 def open_streams(opened: "OpenLeg", prefetch: Prefetcher) -> OpenStream:
     """Return the function that opens the stream of a source and a key group, whose blocks are decoded in `prefetch`."""
-    openers = [_opener(opened, prefetch, index) for index in range(len(opened.sources))]
+    first = opened.first_kinds()
+    openers = [_opener(opened, prefetch, index, first) for index in range(len(opened.sources))]
     return lambda source, group, cursor: openers[source](group, cursor)
 
 
-def _opener(opened: "OpenLeg", prefetch: Prefetcher, index: int) -> Callable[[int, Cursor], Stream]:
+def _opener(
+    opened: "OpenLeg", prefetch: Prefetcher, index: int, first: dict[str, Kinds]
+) -> Callable[[int, Cursor], Stream]:
     source, order, leg = opened.sources[index], opened.order.sources[index], opened.leg
     if not leg.streamed[index]:
         prepare = source.prepare_columns
@@ -342,7 +345,7 @@ def _opener(opened: "OpenLeg", prefetch: Prefetcher, index: int) -> Callable[[in
         documents, sequences = source.to_documents(leg.sequences, opened.tokenizer), leg.sequences
         packer = partial(Packer, length=sequences.length, drain=not leg.following, pad_id=sequences.pad_id)
         return _open_items(SourceBlocks(index, order, source.decoder, prefetch, documents, _nbytes), packer)
-    return _open_items(SourceBlocks(index, order, source.decoder, prefetch, source.to_samples(), _nbytes), Sampler)
+    return _open_items(SourceBlocks(index, order, source.decoder, prefetch, source.to_samples(first), _nbytes), Sampler)
 
 
 def _open_items(

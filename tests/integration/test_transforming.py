@@ -43,6 +43,14 @@ def planes(batch):
     pairs = pa.FixedSizeListArray.from_arrays(pa.array(ids.repeat(4)), 2)
     return pa.record_batch({"row_id": batch["row_id"], "plane": pa.FixedSizeListArray.from_arrays(pairs, 2)})
 
+def halves(batch):
+    """A fraction in the place of a whole number."""
+    return pa.record_batch({"row_id": pc.divide(pc.cast(batch["row_id"], pa.float64()), 2.0)})
+
+def renamed(batch):
+    """The column under another name."""
+    return pa.record_batch({"number": batch["row_id"]})
+
 def texts(batch):
     """A text for each row."""
     return pa.record_batch({"text": pc.cast(batch["row_id"], pa.string())})
@@ -162,3 +170,14 @@ def test_rows_end_before_the_last_step(arena: Arena, script: str) -> None:
     assert sorted(row for rows in steps.values() for row in rows) == list(range(150))
     report = audit_run(arena.lakehouse, "r")
     assert (report.exact, report.finished, report.step) == (True, True, 10)
+
+
+@pytest.mark.parametrize("second", ["halves", "renamed"])
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_columns_of_sources_must_be_alike(arena: Arena, script: str, second: str, is_alone: bool) -> None:
+    """A transform that gives other columns or types than the other source of a mixture is refused, not converted."""
+    arena.table(appends=(64,), row_group_rows=20)
+    spec = arena.spec("r", **SMALL, columns=["row_id"], transform="" if is_alone else f"{script}:all_rows")
+    other = spec.source.model_copy(update={"name": "second", "transform": f"{script}:{second}"})
+    with pytest.raises(UnsupportedColumn, match="expected columns of the same types and lengths from"):
+        arena.train(spec.model_copy(update={"mixture": [other]}))

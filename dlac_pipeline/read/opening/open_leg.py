@@ -12,6 +12,8 @@ from dlac_pipeline.plan.order import LegOrder, ReaderState
 from dlac_pipeline.plan.plan import Plan, Plans
 from dlac_pipeline.plan.source_order import RowRange
 from dlac_pipeline.plan.units import UnitTable
+from dlac_pipeline.read.assemble import shape_of
+from dlac_pipeline.read.documents import Kinds
 from dlac_pipeline.read.memory import Buffers
 from dlac_pipeline.read.opening.open_source import OpenSource, changed_since_plan, open_source
 from dlac_pipeline.read.prefetch import Prefetcher
@@ -92,6 +94,12 @@ class OpenLeg:
             for name, kind in items.items()
         }
 
+    def first_kinds(self) -> dict[str, Kinds]:
+        """Return the kinds that all transforms must give, as `samples_of` takes them: those of the other sources, if any."""
+        kinds = {} if self.leg.sequences.length else self.kinds()
+        found = {name: (f"{'ragged ' * kind.ragged}{kind.items.name}", shape_of(kind)) for name, kind in kinds.items()}
+        return {"first": found} if found else {}
+
     def _with_length(self, kind: ColumnKind) -> ColumnKind:
         """Return the kind with the length of its lists: that of the first list in the plans, the same on every rank."""
         if not kind.listed or kind.ragged:
@@ -114,7 +122,7 @@ class OpenLeg:
             table = open_from.decoder.decode(row_range.cut.units, row_range.slices)
             if not self.leg.streamed[index]:
                 return open_from.prepare_columns(row_range, table)
-            found = open_from.to_samples()(row_range, table).columns
+            found = open_from.to_samples({})(row_range, table).columns
             if found:  # a transform may make nothing of all rows of a block
                 return {name: Column(array) for name, array in found.items()}
         return {}

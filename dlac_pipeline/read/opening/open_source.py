@@ -14,7 +14,7 @@ from dlac_pipeline.lakehouse.iceberg.snapshots import check_same_table
 from dlac_pipeline.plan.legs.leg import LegSequences, LegSource
 from dlac_pipeline.plan.source_order import RowRange
 from dlac_pipeline.read.blocks import BlockDecoder, open_decoder
-from dlac_pipeline.read.documents import Documents, Encoding, Samples, documents_of, samples_of
+from dlac_pipeline.read.documents import Documents, Encoding, Kinds, Samples, documents_of, samples_of
 from dlac_pipeline.read.joining import take_rows
 from dlac_pipeline.read.streams import Columns
 from dlac_pipeline.rows.columns import ColumnKind, kinds_of, to_column
@@ -39,9 +39,9 @@ class OpenSource:
         origin, live = _origin(row_range), _live_mask(row_range)
         return {name: to_column(table[name], kind, origin=origin, live=live) for name, kind in self.kinds.items()}
 
-    def to_samples(self) -> Callable[[RowRange, pa.Table], Samples]:
-        """Return the preparation of blocks whose samples a transform makes."""
-        return self._preparation(partial(samples_of, first={}))
+    def to_samples(self, first: dict[str, Kinds]) -> Callable[[RowRange, pa.Table], Samples]:
+        """Return the preparation of blocks whose samples a transform makes, of the `first` kinds of its leg."""
+        return self._preparation(partial(samples_of, first=first))
 
     def to_documents(
         self, sequences: LegSequences, tokenizer: Tokenizer | None
