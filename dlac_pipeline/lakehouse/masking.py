@@ -112,6 +112,22 @@ def mask_known(text: str) -> str:
     return _KNOWN.sub(MASK, _pattern_of(values).sub(MASK, text) if values else text)
 
 
+def mask_event(text: str) -> str:
+    """Return an event, which is JSON, with *** in its texts as of `mask_known`. Names and numbers stay: programs read them."""
+    if mask_known(text) == text:
+        return text
+    event = json.loads(text)
+    return json.dumps({name: value if name == "event" else _mask_texts(value) for name, value in event.items()})
+
+
+def _mask_texts(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _mask_texts(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_mask_texts(inner) for inner in value]
+    return mask_known(value) if isinstance(value, str) else value
+
+
 def _is_word(value: str) -> bool:
     """Return whether a value is a word such as secret or password, which settings and messages have for other reasons."""
     return len(value) < _SURE and value.isalpha() and is_secret_name(value)

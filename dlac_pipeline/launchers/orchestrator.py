@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 from dlac_pipeline.elastic.ranks.rank import ENDING_SIGNALS
 from dlac_pipeline.lakehouse.errors import TrainingFailed
-from dlac_pipeline.lakehouse.masking import mask_known
+from dlac_pipeline.lakehouse.masking import mask_event
 from dlac_pipeline.lakehouse.plain_json import strict_json
 
 MARGIN_S = 5.0
@@ -64,7 +64,7 @@ def report(event: dict[str, Any]) -> None:
     try:
         with _REPORTING:
             stream = _EVENTS[-1] if _EVENTS else sys.stdout
-            stream.write(mask_known(strict_json(event)) + "\n")  # in one piece: on Slurm the nodes share a file
+            stream.write(mask_event(strict_json(event)) + "\n")  # in one piece: on Slurm the nodes share a file
             stream.flush()
     except BrokenPipeError:  # no reader is left, which the end of standard input shows as well
         _EVENTS.append(open(os.devnull, "w"))  # noqa: SIM115 - stays open until the process ends

@@ -23,6 +23,7 @@ from dlac_pipeline.lakehouse.store_files import StoreFiles
 from dlac_pipeline.launchers.protocol import render_job
 from dlac_pipeline.spec.job_spec import parse_spec, read_spec
 from dlac_pipeline.spec.launch_request import REQUEST_VARIABLE, Request, unpack
+from dlac_pipeline.supervise.ranks.rank_events import EventReader, EventWriter
 
 SECRET = "Hunter2Hunter2"
 NAMES = [
@@ -415,3 +416,14 @@ def test_literals_in_traceback_are_masked(code: str) -> None:
     """A secret that is written in the code is masked, and so is the message of the exception."""
     text = f'  File "/x/train.py", line 7, in main\n    {code}\nValueError: password={SECRET}'
     assert SECRET not in mask_secrets(text)
+
+
+def test_masked_event_stays_readable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers, names and the rest of an event survive secrets that are equal to them. Texts are masked."""
+    monkeypatch.setenv("DB_PASSWORD", "131072")
+    monkeypatch.setenv("API_TOKEN", "checkpoint")
+    texts = {"message": "login 131072 refused", "log": ["-----BEGIN PRIVATE KEY-----\nMIIE", "checkpoint failed"]}
+    EventWriter(tmp_path, 0).write({"event": "checkpoint", "step": 131072, "loss": 0.131072, **texts})
+    [event] = EventReader(tmp_path).read_new()
+    assert (event["event"], event["step"], event["loss"]) == ("checkpoint", 131072, 0.131072)
+    assert (event["message"], event["log"]) == ("login *** refused", ["***", "*** failed"])

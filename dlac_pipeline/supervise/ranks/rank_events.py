@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from dlac_pipeline.lakehouse.masking import mask_known
+from dlac_pipeline.lakehouse.masking import mask_event
 
 Event = dict[str, Any]
 """An event for listeners: its name under `event`, and facts of that event."""
@@ -35,7 +35,7 @@ class EventWriter:
             self.receive(dict(event))
         if self._path is not None:
             with self._path.open("a") as stream:
-                stream.write(mask_known(json.dumps({**event, "at": time.time()})) + "\n")
+                stream.write(mask_event(json.dumps({**event, "at": time.time()})) + "\n")
 
 
 class EventReader:
