@@ -379,3 +379,21 @@ def test_exclusion_counts_for_its_source(arena: Arena) -> None:
         erasure.execute()
         assert erasure.certify()
         assert row not in rows_until(arena.train(spec), 99)
+
+
+def test_each_alternative_needs_its_keys(arena: Arena) -> None:
+    """A filter over two kinds of keys is not answered for a file that has one of them, and contradictions match nothing."""
+    table = arena.table(appends=(64,))
+    spec = small(arena, "r", row_keys=True, identity_columns=["row_id"])
+    arena.train(spec)
+    planned = table.current_snapshot()
+    assert planned is not None
+    remove_pin(arena.lakehouse, "src.t", planned.snapshot_id, force=True)
+    arena.lakehouse.load("src.t").overwrite(source_rows(64, 64))
+    arena.lakehouse.load("src.t").maintenance.expire_snapshots().by_ids([planned.snapshot_id]).commit()
+    other = small(arena, "q", row_keys=True, identity_columns=["name"])
+    arena.train(other)
+    either = Erasure(arena, ["row_id = 100 or name = 'row 5'"], spec, other)
+    assert any("are not counted" in each for each in either.plan()["problems"])
+    both = Erasure(arena, ["row_id = 5 and row_id in (5, 6)"], spec, other)
+    assert both.plan()["rows"]["count"] == 1

@@ -57,10 +57,13 @@ def keyed_places(
     schema, keys = table.schemas()[plans["schema_id"]], set[int]()
     for each in filters:
         values = _values_in(parse_exclusion(each, schema, table)[1])
-        found = {identity for one in values or () for identity in _add_keys(connection, one, keys)}
-        [(unkeyed,)] = connection.execute(_UNKEYED, [plans["plan_ids"], sorted(found)]).fetchall()
-        if values is None or unkeyed:
+        if values is None:
             return None
+        # each part of an OR needs keys of its own columns in every file
+        for identities in {tuple(sorted(_add_keys(connection, one, keys))) for one in values}:
+            [(unkeyed,)] = connection.execute(_UNKEYED, [plans["plan_ids"], list(identities)]).fetchall()
+            if unkeyed:
+                return None
     connection.register("keyed", lakehouse.read_own("row_keys", among("key", sorted(keys))))
     places: Any = connection.sql(_PLACES, params=[plans["plan_ids"]]).to_arrow_table()
     return pa.table(places).cast(NO_PLACES.schema)
@@ -90,4 +93,5 @@ def _values_in(condition: Condition) -> list[_Values] | None:
         return None
     if not condition.every:
         return [each for part in known for each in part]
-    return [{name: text for one in each for name, text in one.items()} for each in product(*known)]
+    pairs = [{pair for one in each for pair in one.items()} for each in product(*known)]
+    return [dict(each) for each in pairs if len(dict(each)) == len(each)]  # a column has one value
