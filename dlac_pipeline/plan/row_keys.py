@@ -10,6 +10,7 @@ from itertools import islice
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 from pyiceberg.io.pyarrow import _dataframe_to_data_files, schema_to_pyarrow
 from pyiceberg.schema import Schema
 from pyiceberg.table import Table
@@ -114,5 +115,6 @@ def _columns(fields: Sequence[NestedField], columns: Iterable[Any]) -> dict[str,
     named = {}
     for place, (field, column) in enumerate(zip(fields, columns, strict=True)):
         kind = pa.uuid() if isinstance(field.field_type, UUIDType) else column.type
+        column = pc.add(column, pa.scalar(0.0, kind)) if pa.types.is_floating(kind) else column  # -0.0 becomes 0.0
         named[f"k{place}"] = column.cast(pa.timestamp(kind.unit) if pa.types.is_timestamp(kind) else kind)
     return named

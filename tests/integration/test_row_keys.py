@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import math
 import subprocess
 import sys
 import uuid
@@ -76,6 +77,9 @@ def test_values_of_each_type_are_found(arena: Arena) -> None:
         "d": (pa.array([dt.date(2024, 2, 29), dt.date(1, 1, 1), None]), ("2024-02-29", "0001-01-01")),
         "n": (pa.array([Decimal("1.50"), Decimal("-0.05"), None], pa.decimal128(9, 2)), ("1.5", "-0.050")),
         "f": (pa.array([0.1, 1e300, None]), ("0.1", "1e300")),
+        "g": (pa.array([-0.0, math.nan, None], pa.float32()), ("0", "nan")),
+        "h": (pa.array([0.0, math.inf, None]), ("-0.0", "inf")),
+        "c": (pa.array([dt.time(0), dt.time(7, 30), None]), ("00:00", "07:30:00")),
         "o": (pa.array([True, False, None]), ("true", "false")),
         "u": (pa.array([each.bytes if each else None for each in ids], pa.binary(16)), tuple(map(str, ids[:2]))),
     }  # fmt: skip
@@ -96,6 +100,8 @@ def test_values_of_each_type_are_found(arena: Arena) -> None:
 
         for name, (_, texts) in columns.items():
             assert [found(text) for text in texts] == [[(0,)], [(1,)]], name
+        name = "c"
+        assert found("2024-01-31") == []
         name = "s"
         assert (found("NULL", "2147483647"), found("NULL", "-5")) == ([(1,)], [])
         nulls = connection.execute(

@@ -9,11 +9,13 @@ CREATE OR REPLACE MACRO identity_text(value, kind) AS CASE
     WHEN kind = 'TIMESTAMP' THEN TRY_CAST(value AS TIMESTAMP)::VARCHAR
     WHEN kind = 'TIMESTAMP_NS' THEN TRY_CAST(value AS TIMESTAMP_NS)::VARCHAR
     WHEN kind = 'DATE' THEN TRY_CAST(value AS DATE)::VARCHAR
-    WHEN kind = 'TIME' THEN TRY_CAST(value AS TIME)::VARCHAR
+    -- A cast would take a date for midnight.
+    WHEN kind = 'TIME' AND regexp_matches(value, '^\s*\d+:') THEN TRY_CAST(value AS TIME)::VARCHAR
     WHEN kind = 'UUID' THEN TRY_CAST(value AS UUID)::VARCHAR
     WHEN kind = 'BOOLEAN' THEN TRY_CAST(value AS BOOLEAN)::VARCHAR
-    WHEN kind = 'FLOAT' THEN TRY_CAST(value AS FLOAT)::VARCHAR
-    WHEN kind = 'DOUBLE' THEN TRY_CAST(value AS DOUBLE)::VARCHAR
+    -- 0.0 and -0.0 are one value, 0.0.
+    WHEN kind = 'FLOAT' THEN (TRY_CAST(value AS FLOAT) + 0::FLOAT)::VARCHAR
+    WHEN kind = 'DOUBLE' THEN (TRY_CAST(value AS DOUBLE) + 0::DOUBLE)::VARCHAR
     WHEN kind = 'BLOB' THEN TRY_CAST(value AS BLOB)::VARCHAR
     -- DuckDB writes all digits of a decimal's scale, and no digit before them where the scale is the precision. Further digits
     -- must be zeros.
