@@ -115,6 +115,8 @@ def _columns(fields: Sequence[NestedField], columns: Iterable[Any]) -> dict[str,
     named = {}
     for place, (field, column) in enumerate(zip(fields, columns, strict=True)):
         kind = pa.uuid() if isinstance(field.field_type, UUIDType) else column.type
-        column = pc.add(column, pa.scalar(0.0, kind)) if pa.types.is_floating(kind) else column  # -0.0 becomes 0.0
-        named[f"k{place}"] = column.cast(pa.timestamp(kind.unit) if pa.types.is_timestamp(kind) else kind)
+        plain = column.cast(pa.timestamp(kind.unit) if pa.types.is_timestamp(kind) else kind)
+        named[f"k{place}"] = (
+            pc.add(plain, pa.scalar(0.0, kind)) if pa.types.is_floating(kind) else plain
+        )  # -0.0 becomes 0.0
     return named

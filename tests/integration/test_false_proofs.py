@@ -397,3 +397,15 @@ def test_each_alternative_needs_its_keys(arena: Arena) -> None:
     assert any("are not counted" in each for each in either.plan()["problems"])
     both = Erasure(arena, ["row_id = 5 and row_id in (5, 6)"], spec, other)
     assert both.plan()["rows"]["count"] == 1
+
+
+def test_whole_table_is_forgotten(arena: Arena) -> None:
+    """A run of which no row would be left stops no other one, and is told to be retired."""
+    arena.table(appends=(64,))
+    spec = small(arena, "r")
+    arena.train(spec)
+    erasure = Erasure(arena, ["row_id >= 0"], spec)
+    assert "leaves none" in erasure.execute()[0]
+    retire_left(Ledger(arena.lakehouse), "r", whole=True)
+    erasure.execute()
+    assert erasure.certify()

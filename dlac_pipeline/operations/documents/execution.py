@@ -6,7 +6,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from dlac_pipeline.lakehouse.errors import PinLost
+from dlac_pipeline.lakehouse.errors import AppendHistoryLost, EmptyPlan, PinLost
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.branches import FORGET_REASON, exclusions_in_force
 from dlac_pipeline.lakehouse.ledger.commits import unname_checkpoint
@@ -55,9 +55,9 @@ def _rewind(lakehouse: Lakehouse, plan: ForgetPlan, run: dict[str, Any], spec_of
             why=f"{FORGET_REASON}{plan['id']}",
             spec=spec_of(name),
         )
-    except PinLost as err:
+    except (PinLost, EmptyPlan, AppendHistoryLost) as err:
         return (
-            f"run {name} cannot be rewound, as its snapshot is gone: {err}; train another run with the filters in exclude, run "
+            f"run {name} cannot be rewound: {err}; train another run without the rows, if it is needed, run "
             f"dlac retire {name} --whole-run, and repeat this"
         )
     return f"run {name} is rewound to step {run['clean_step']} without the rows: resume it with `dlac recover {name}`"
