@@ -22,7 +22,7 @@ _OTHERS = ("file://host/x", "file:x", " ", "a\0b", "a\nb", "~no-such-user-here/x
 def test_malformed_address_is_refused(address: str) -> None:
     """The warehouse and the store refuse it. It would otherwise become a local folder of that name."""
     for make in (checked_address, lambda one: CheckpointSpec(store=one), lambda one: LakehouseConfig(warehouse=one)):
-        with pytest.raises((ValueError, ValidationError), match="expected a (folder|value)"):
+        with pytest.raises((ValueError, ValidationError), match=r"expected a (folder|value)"):
             make(address)
 
 
