@@ -2,7 +2,8 @@
 
 The log has a line per rank, attempt and step, written to the disk after all work on the step: rows in the tensors, digests of
 weights, optimizer state and generators before and after, and the learning rate. The schedule steps after `run.step_done`, as in
-many scripts. A line of the kind `share` precedes, because a replica group may die in a step that the others commit.
+many scripts. The first line has the step with which a process begins. A line of the kind `share` precedes, because a replica
+group may die in a step that the others commit.
 
 Params: the `engine`, the folder `log`, `pause_s`, `slow`: a file with which steps are longer, `again`: a file with which one
 process dies after its restore.
@@ -233,6 +234,7 @@ def train(run: dlac.TrainingRun) -> None:
     die_again(run)
     pause_s, slow = float(params["pause_s"]), Path(params["slow"])
     with (Path(params["log"]) / f"{run.spec.run}-{run.rank}-{os.getpid()}.jsonl").open("a") as log:
+        write(log, kind="begin", attempt=point.attempt, step=run.step + 1)  # it may have no row left to train on
         for batch in run.batches():
             facts = {"attempt": point.attempt, "step": batch.step, "rank": run.rank, "ranks": batch.world_size}
             share = {**facts, "rows": rows_of(batch), "before": digests(trained)}
