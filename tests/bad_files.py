@@ -400,7 +400,6 @@ def _beside_jobs(spec: dict[str, Any], made: Made) -> Iterator[BadInput]:
     listeners: dict[str, Any] = {
         "nope": {"nope": {}},
         "other.nope": {"other": {"nope": {"x": 1}}},
-        "empty other": {"other": {}},
         "opnlineage": {"opnlineage": {}},
         "a secret": {"mlflow": {"tracking_uri": "https://a:b@c"}},
         "a token": {"other": {"x": {"token": "abc"}}},

@@ -98,8 +98,6 @@ class ListenersSpec(Section):
     def _take_other_names(cls, raw: Any) -> Any:
         if not isinstance(raw, dict) or not isinstance(raw.get("other", {}), dict):
             return raw
-        if raw.get("other") == {} and len(raw) < len(cls.model_fields):  # in a whole section it is the default
-            raise ValueError("expected a table [listeners.NAME], found an empty [listeners.other]: name a listener")
         short = {name: table for name, table in raw.items() if name not in cls.model_fields and isinstance(table, dict)}
         rest = {name: value for name, value in raw.items() if name not in short}
         return {**rest, "other": {**rest.get("other", {}), **short}} if short else rest
