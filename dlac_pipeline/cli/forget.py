@@ -12,6 +12,7 @@ from dlac_pipeline.cli import shared as ui
 
 if TYPE_CHECKING:
     from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+    from dlac_pipeline.operations.documents.forget import ForgetPlan
     from dlac_pipeline.spec.job_spec import JobSpec
 
 app = typer.Typer()
@@ -38,7 +39,8 @@ def forget(
 ) -> None:
     """Plan the removal of rows from all models: the checkpoints that have seen them, in all runs and forks, and the cost.
 
-    Only --execute changes the lakehouse. Exported files are listed, and not touched.
+    Only --execute changes the lakehouse. Exported files are listed, and not touched. With --execute the exit status is 0 only if
+    the rows are forgotten.
     """
     from dlac_pipeline.operations.documents import certificate
     from dlac_pipeline.operations.documents.execution import execute_forget
@@ -51,7 +53,13 @@ def forget(
     plan = plan_forget(lakehouse, table, where)
     if as_json:
         ui.show_json(plan | {"done": done})
-        return
+    else:
+        _show(plan, done)
+    if execute and plan["problems"]:
+        raise typer.Exit(1)
+
+
+def _show(plan: "ForgetPlan", done: list[str]) -> None:
     rows, files = (format_count(plan["rows"][name], noun) for name, noun in (("count", "row"), ("files", "data file")))
     ui.show_text("\n".join([*done, f"request {plan['id']}: {rows} in {files}"]))
     for run in plan["runs"]:

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from datetime import datetime
@@ -27,6 +28,7 @@ from dlac_pipeline.lakehouse.errors import (
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.lakehouse.maintenance.upkeep import run_upkeep
 from dlac_pipeline.lakehouse.registration.register import register, registered_tables
+from dlac_pipeline.operations.documents.forget import plan_forget
 from dlac_pipeline.plan.planner import make_plan
 from tests.conftest import Arena
 from tests.object_store import Network, ObjectStore
@@ -194,6 +196,22 @@ def test_changed_file_is_refused(arena: Arena, tmp_path: Path, change: str) -> N
         arena.train(spec)
     with pytest.raises(DataFileChanged, match=str(path)):
         make_plan(arena.lakehouse, spec.sources[0])
+    with pytest.raises(DataFileChanged, match=str(path)):
+        plan_forget(arena.lakehouse, "docs.pages", ["row_id = 3"])
+
+
+def test_rows_of_removed_file_are_forgotten(arena: Arena, tmp_path: Path) -> None:
+    """A request names runs that have read a registered file, also after the file and its folder were removed."""
+    write(tmp_path, "pages/a.parquet", 0, n=[1] * ROWS)
+    register(arena.lakehouse, "docs.pages", str(tmp_path / "pages"))
+    keyed: dict[str, Any] = {"row_keys": True, "identity_columns": ["row_id"]}
+    spec = arena.spec(
+        "pages", world_size=1, table="docs.pages", columns=["row_id", "x"], batch_size=8, passes=1, **keyed
+    )
+    arena.train(spec, until=2)
+    shutil.rmtree(tmp_path / "pages")
+    [run] = plan_forget(arena.lakehouse, "docs.pages", ["row_id = 3"])["runs"]
+    assert run["run"] == "pages"
 
 
 def register_slowly(home: Path, location: str, before: bool) -> None:

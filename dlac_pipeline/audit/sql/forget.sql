@@ -194,7 +194,8 @@ SELECT
             c.run)
         WHEN action = 'begin again' AND restorable THEN
             format('dlac train with another name and the filters in exclude, dlac retire {} --whole-run', c.run)
-        WHEN action = 'begin again' THEN 'end its launch, and repeat this after its first checkpoint'
+        WHEN action = 'begin again' THEN 'write the filters into exclude of its job file, '
+            || 'train it to a checkpoint by dlac train --new-leg, and repeat this'
     END AS commands,
     steps_to_replay, steps_to_replay * per_batch AS samples_to_replay,
     CASE WHEN length > 0 THEN steps_to_replay * per_batch * length END AS tokens_to_replay,

@@ -5,6 +5,7 @@ In: a table and filters, of which one is true for each row. Out: the state of th
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -14,10 +15,11 @@ import pyarrow as pa
 from blake3 import blake3
 
 from dlac_pipeline.audit.lakehouse_sql import open_audit, rows_of, sql_script
-from dlac_pipeline.lakehouse.errors import DlacError, SpecInvalid
+from dlac_pipeline.lakehouse.errors import DataFileUnreadable, DlacError, SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.iceberg.own_rows import sql_literals
 from dlac_pipeline.lakehouse.iceberg.row_groups import parse_exclusion
+from dlac_pipeline.lakehouse.registration.register import check_registered
 from dlac_pipeline.operations.branch_checks import NO_PLACES, excluded_places
 from dlac_pipeline.operations.documents.keyed_rows import keyed_places
 from dlac_pipeline.operations.documents.limits import certificate_limits
@@ -56,11 +58,14 @@ def plan_forget(
 ) -> ForgetPlan:
     """Return the state of a request, now or at a moment, and change nothing.
 
-    Raises `NoSuchTable`, `NoSuchColumn` or `SpecInvalid` for a request that fits no table, or matches no planned row.
+    Raises `NoSuchTable`, `NoSuchColumn` or `SpecInvalid` for a request that fits no table, or matches no planned row, and
+    `DataFileChanged` if a registered file is not the one that was read.
     """
     source, filters, script = lakehouse.load(table), sorted(set(filters)), sql_script("forget")
     for each in filters:
         parse_exclusion(each, source.schema(), source)
+    with suppress(DataFileUnreadable, SpecInvalid):  # rows of files that are gone are found by their keys
+        check_registered(source)
     uuid, places, problems = str(source.metadata.table_uuid), [NO_PLACES], []
     merge = (lambda _: False) if moment is None else moment.restore
     with open_audit(lakehouse, query=f"{script} work_units ancestors", merge=merge) as connection:
