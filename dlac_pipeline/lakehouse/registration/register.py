@@ -348,7 +348,8 @@ def _check_unchanged(table: Table, files: Sequence[ParquetFile], known: Mapping[
             continue
         raise errors.DataFileChanged(
             f"expected the registered file {file.address!r} as it was, with {recorded.file_size_in_bytes} bytes and no change "
-            f"after {until}, found {file.bytes} bytes, changed at {_time(file)}: restore it with its time (cp -p), and write new rows to new files"
+            f"after {until}, found {file.bytes} bytes, changed at {_time(file)}: restore it with its time (cp -p), "
+            "and write new rows to new files"
         )
 
 
