@@ -400,7 +400,7 @@ def test_each_alternative_needs_its_keys(arena: Arena) -> None:
 
 
 def test_whole_table_is_forgotten(arena: Arena) -> None:
-    """A run of which no row would be left stops no other one, and is told to be retired."""
+    """A run that would have no row left does not stop the others. The answer says to retire it."""
     arena.table(appends=(64,))
     spec = small(arena, "r")
     arena.train(spec)
