@@ -27,7 +27,7 @@ from benchmarks.soak_faults.choosing import KINDS, Choice, choose
 from benchmarks.soak_faults.healing import Wound, heal, strike
 from benchmarks.soak_faults.lab import RUNS, Lab, open_lab
 from benchmarks.soak_faults.page import day_of, faults_of, page_of, seconds_by_kind
-from dlac_pipeline.chaos.facts import Fault, add_facts
+from dlac_pipeline.extensions.chaos.facts import Fault, add_facts
 
 _PAGE = Path(__file__).parents[1] / "docs" / "soak.md"
 _STEPS, _QUICK_STEPS = 1_200, 600

@@ -17,7 +17,7 @@ from pathlib import Path
 import pyarrow.fs as pafs
 import requests
 
-from dlac_pipeline.chaos.proxy import NetworkProxy
+from dlac_pipeline.extensions.chaos.proxy import NetworkProxy
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from tests.conftest import wait_until
 from tests.ports import own_port

@@ -15,7 +15,7 @@ import psutil
 
 from benchmarks.pairs_lab.log import WrongCombination, last_attempt, read_entries
 from benchmarks.pairs_lab.scene import Scene
-from dlac_pipeline.chaos.strikes import kill_tree, move_catalog, ranks_below, send_signal
+from dlac_pipeline.extensions.chaos.strikes import kill_tree, move_catalog, ranks_below, send_signal
 from dlac_pipeline.lakehouse.errors import CatalogUnreachable, Preempted, StoreUnavailable
 from tests.forked import Forked
 

@@ -6,7 +6,7 @@ import random
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
 
-from dlac_pipeline.chaos.faults import DAMAGE, HANG, PREEMPT, RANK, RANKS, SUPERVISOR, FaultKind
+from dlac_pipeline.extensions.chaos.faults import DAMAGE, HANG, PREEMPT, RANK, RANKS, SUPERVISOR, FaultKind
 
 _WHILE_RECOVERING = 0.5
 """Share of the eligible faults that strike during the recovery from the one before."""

@@ -14,8 +14,8 @@ from benchmarks.soak_faults.choosing import KINDS, Choice
 from benchmarks.soak_faults.lab import Lab
 from benchmarks.soak_faults.strikes import STRIKES
 from benchmarks.soak_faults.trainee import Seen, Trainee
-from dlac_pipeline.chaos.facts import Fault
-from dlac_pipeline.chaos.strikes import Struck, still_runs
+from dlac_pipeline.extensions.chaos.facts import Fault
+from dlac_pipeline.extensions.chaos.strikes import Struck, still_runs
 from dlac_pipeline.lakehouse.errors import CatalogUnreachable, TrainingFailed
 
 HEALED_WITHIN_S = 300.0

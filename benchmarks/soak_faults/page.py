@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from benchmarks.soak_faults.choosing import KINDS
-from dlac_pipeline.chaos.facts import PHASES
+from dlac_pipeline.extensions.chaos.facts import PHASES
 
 Record = dict[str, Any]
 

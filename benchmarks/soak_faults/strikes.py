@@ -15,7 +15,9 @@ import psutil
 from benchmarks.soak_faults.lab import Lab
 from benchmarks.soak_faults.store import full
 from benchmarks.soak_faults.trainee import Trainee
-from dlac_pipeline.chaos.strikes import (
+from dlac_pipeline.checkpoint.memory.states import memory_folder
+from dlac_pipeline.checkpoint.store import folder_of
+from dlac_pipeline.extensions.chaos.strikes import (
     Struck,
     damage_file,
     lock_catalog,
@@ -24,8 +26,6 @@ from dlac_pipeline.chaos.strikes import (
     struck_now,
     suspend,
 )
-from dlac_pipeline.checkpoint.memory.states import memory_folder
-from dlac_pipeline.checkpoint.store import folder_of
 from dlac_pipeline.lakehouse.errors import CatalogUnreachable
 
 AWAY_S = 8.0

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import psutil
 
-from dlac_pipeline.chaos.strikes import ranks_below
+from dlac_pipeline.extensions.chaos.strikes import ranks_below
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, out_of

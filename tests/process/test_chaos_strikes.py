@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
-from dlac_pipeline.chaos.campaign import ChaosCampaign, ChaosPlan
-from dlac_pipeline.chaos.chaos_job import ChaosJob
-from dlac_pipeline.chaos.faults import PlannedFault, Schedule, parse_kill
-from dlac_pipeline.chaos.run_strikes import RunStrikes
-from dlac_pipeline.chaos.strikes import ranks_below
-from dlac_pipeline.chaos.supervised_nodes import RunProgress, SupervisedNodes
+from dlac_pipeline.extensions.chaos.campaign import ChaosCampaign, ChaosPlan
+from dlac_pipeline.extensions.chaos.chaos_job import ChaosJob
+from dlac_pipeline.extensions.chaos.faults import PlannedFault, Schedule, parse_kill
+from dlac_pipeline.extensions.chaos.run_strikes import RunStrikes
+from dlac_pipeline.extensions.chaos.strikes import ranks_below
+from dlac_pipeline.extensions.chaos.supervised_nodes import RunProgress, SupervisedNodes
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from tests.conftest import wait_until
@@ -39,7 +39,7 @@ time.sleep(60)
 """
 SUSPENDS = """
 import sys, time, psutil
-from dlac_pipeline.chaos.strikes import suspend
+from dlac_pipeline.extensions.chaos.strikes import suspend
 with suspend([psutil.Process(int(sys.argv[1]))]):
     time.sleep(60)
 """

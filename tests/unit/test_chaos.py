@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from dlac_pipeline.chaos.ending_signals import signals_held
-from dlac_pipeline.chaos.faults import (
+from dlac_pipeline.extensions.chaos.ending_signals import signals_held
+from dlac_pipeline.extensions.chaos.faults import (
     KINDS,
     PlannedFault,
     Schedule,
@@ -23,7 +23,7 @@ from dlac_pipeline.chaos.faults import (
     parse_kill,
     parse_seconds,
 )
-from dlac_pipeline.chaos.strikes import move_catalog, move_folder, restore_catalog, way_back
+from dlac_pipeline.extensions.chaos.strikes import move_catalog, move_folder, restore_catalog, way_back
 from dlac_pipeline.lakehouse.errors import SpecInvalid, TrainingFailed
 
 

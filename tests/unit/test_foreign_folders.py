@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from dlac_pipeline.chaos.chaos_job import ChaosJob
 from dlac_pipeline.checkpoint.commit.local_copies import LocalCopies
 from dlac_pipeline.checkpoint.memory import states
 from dlac_pipeline.checkpoint.memory.memory_file import MemoryFile
@@ -18,6 +17,7 @@ from dlac_pipeline.checkpoint.memory.states import MemoryState
 from dlac_pipeline.checkpoint.store import Tiers
 from dlac_pipeline.elastic.rank_assignment import Member, Offer, RoundPlan
 from dlac_pipeline.elastic.round import Round
+from dlac_pipeline.extensions.chaos.chaos_job import ChaosJob
 from dlac_pipeline.lakehouse.errors import StoreUnavailable
 from dlac_pipeline.lakehouse.own_folders import open_own, remove_own
 from dlac_pipeline.lakehouse.store_files import StoreFiles

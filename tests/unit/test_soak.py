@@ -17,7 +17,7 @@ from benchmarks.soak_faults.choosing import KINDS, choose
 from benchmarks.soak_faults.page import page_of
 from benchmarks.soak_faults.store import full, mounted
 from benchmarks.soak_faults.strikes import STRIKES
-from dlac_pipeline.chaos.facts import PHASES, last_before
+from dlac_pipeline.extensions.chaos.facts import PHASES, last_before
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries cause warnings

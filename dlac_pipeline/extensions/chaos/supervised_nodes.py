@@ -8,9 +8,9 @@ from pathlib import Path
 
 import psutil
 
-from dlac_pipeline.chaos.chaos_job import ChaosJob
-from dlac_pipeline.chaos.ending_signals import signals_held
-from dlac_pipeline.chaos.node_process import NodeProcess
+from dlac_pipeline.extensions.chaos.chaos_job import ChaosJob
+from dlac_pipeline.extensions.chaos.ending_signals import signals_held
+from dlac_pipeline.extensions.chaos.node_process import NodeProcess
 from dlac_pipeline.lakehouse.errors import LeftUnfinished, RunFinished, TrainingFailed, error_class, error_from_kind
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.liveness.heartbeat import read_heartbeats

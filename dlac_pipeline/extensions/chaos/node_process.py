@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from dlac_pipeline.chaos.strikes import kill_tree, ranks_below
+from dlac_pipeline.extensions.chaos.strikes import kill_tree, ranks_below
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.ranks.rank_events import EVENTS_FILE, Event, EventReader
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import psutil
 
 from dlac_pipeline.audit.wording import format_duration
-from dlac_pipeline.chaos.chaos_job import ChaosJob
-from dlac_pipeline.chaos.facts import Fault
-from dlac_pipeline.chaos.faults import KINDS, PlannedFault, Schedule, draw_cascade
-from dlac_pipeline.chaos.run_strikes import LOOKS_EVERY_S, RunStrikes
-from dlac_pipeline.chaos.strikes import Struck, still_runs
-from dlac_pipeline.chaos.supervised_nodes import RunProgress, SupervisedNodes
+from dlac_pipeline.extensions.chaos.chaos_job import ChaosJob
+from dlac_pipeline.extensions.chaos.facts import Fault
+from dlac_pipeline.extensions.chaos.faults import KINDS, PlannedFault, Schedule, draw_cascade
+from dlac_pipeline.extensions.chaos.run_strikes import LOOKS_EVERY_S, RunStrikes
+from dlac_pipeline.extensions.chaos.strikes import Struck, still_runs
+from dlac_pipeline.extensions.chaos.supervised_nodes import RunProgress, SupervisedNodes
 from dlac_pipeline.lakehouse.errors import DlacError, SpecInvalid, TrainingFailed
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 

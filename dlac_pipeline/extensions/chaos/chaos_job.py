@@ -13,12 +13,12 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from dlac_pipeline.chaos.proxy import NetworkProxy
-from dlac_pipeline.chaos.strikes import move_catalog, move_folder, restore_catalog, way_back
 from dlac_pipeline.checkpoint.memory import states
 from dlac_pipeline.checkpoint.store import tiers_of
 from dlac_pipeline.elastic.ranks.addresses import LOOPBACK, free_port
 from dlac_pipeline.elastic.sealed_store import KEY_VARIABLE
+from dlac_pipeline.extensions.chaos.proxy import NetworkProxy
+from dlac_pipeline.extensions.chaos.strikes import move_catalog, move_folder, restore_catalog, way_back
 from dlac_pipeline.lakehouse.config import sqlite_file
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.masking import mask_secrets

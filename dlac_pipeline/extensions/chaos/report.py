@@ -10,10 +10,10 @@ from typing import Any
 
 from dlac_pipeline.audit.audit import AuditReport, audit_run
 from dlac_pipeline.audit.wording import format_count
-from dlac_pipeline.chaos.campaign import ChaosCampaign, ChaosPlan
-from dlac_pipeline.chaos.chaos_job import ChaosJob
-from dlac_pipeline.chaos.facts import Fault, add_facts
-from dlac_pipeline.chaos.supervised_nodes import SupervisedNodes
+from dlac_pipeline.extensions.chaos.campaign import ChaosCampaign, ChaosPlan
+from dlac_pipeline.extensions.chaos.chaos_job import ChaosJob
+from dlac_pipeline.extensions.chaos.facts import Fault, add_facts
+from dlac_pipeline.extensions.chaos.supervised_nodes import SupervisedNodes
 from dlac_pipeline.lakehouse.errors import DlacError, SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger

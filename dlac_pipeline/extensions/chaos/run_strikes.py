@@ -8,12 +8,12 @@ from pathlib import Path
 
 import psutil
 
-from dlac_pipeline.chaos.chaos_job import ChaosJob
-from dlac_pipeline.chaos.ending_signals import signals_held
-from dlac_pipeline.chaos.faults import PlannedFault
-from dlac_pipeline.chaos.strikes import Struck, damage_file, kill_tree, send_signal, struck_now, suspend
-from dlac_pipeline.chaos.supervised_nodes import SupervisedNodes
 from dlac_pipeline.checkpoint.store import folder_name_of
+from dlac_pipeline.extensions.chaos.chaos_job import ChaosJob
+from dlac_pipeline.extensions.chaos.ending_signals import signals_held
+from dlac_pipeline.extensions.chaos.faults import PlannedFault
+from dlac_pipeline.extensions.chaos.strikes import Struck, damage_file, kill_tree, send_signal, struck_now, suspend
+from dlac_pipeline.extensions.chaos.supervised_nodes import SupervisedNodes
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, lineage_of, out_of
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, QuarantinedCheckpointRow, RetireRow

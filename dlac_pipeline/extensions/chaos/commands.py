@@ -11,7 +11,8 @@ import typer
 from typer import Option
 
 from dlac_pipeline.audit.wording import format_duration
-from dlac_pipeline.chaos.faults import (
+from dlac_pipeline.cli import shared as ui
+from dlac_pipeline.extensions.chaos.faults import (
     KINDS,
     OWN_KINDS,
     PlannedFault,
@@ -21,7 +22,6 @@ from dlac_pipeline.chaos.faults import (
     parse_kill,
     parse_seconds,
 )
-from dlac_pipeline.cli import shared as ui
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.ledger.run_rows import check_run_name
 from dlac_pipeline.lakehouse.plain_json import strict_json
@@ -29,8 +29,8 @@ from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.spec_problems import MOST_STEPS
 
 if TYPE_CHECKING:
-    from dlac_pipeline.chaos.campaign import ChaosPlan
-    from dlac_pipeline.chaos.report import ChaosReport
+    from dlac_pipeline.extensions.chaos.campaign import ChaosPlan
+    from dlac_pipeline.extensions.chaos.report import ChaosReport
 
 app = typer.Typer()
 _MOST_FAULTS = 1_000_000
@@ -100,9 +100,9 @@ def chaos(spec: ui.SpecFile, home: ui.Home = None, **options: Any) -> None:
     The job's own run is not touched. Each supervisor that a fault ends is started again, like by an orchestrator.
     """
     from dlac_pipeline.audit.table import audit_table
-    from dlac_pipeline.chaos.chaos_job import chaos_spec, restore_catalog_of
-    from dlac_pipeline.chaos.ending_signals import end_on_signals
-    from dlac_pipeline.chaos.report import inject_faults
+    from dlac_pipeline.extensions.chaos.chaos_job import chaos_spec, restore_catalog_of
+    from dlac_pipeline.extensions.chaos.ending_signals import end_on_signals
+    from dlac_pipeline.extensions.chaos.report import inject_faults
 
     chosen = _Options(**options)
     if chosen.out is not None and not chosen.out.parent.is_dir():
@@ -131,7 +131,7 @@ def chaos(spec: ui.SpecFile, home: ui.Home = None, **options: Any) -> None:
 
 def _plan_of(chosen: _Options, job: JobSpec) -> "ChaosPlan":
     """Return the plan that the options mean. Raise `SpecInvalid` for options that contradict each other or the job."""
-    from dlac_pipeline.chaos.campaign import ChaosPlan
+    from dlac_pipeline.extensions.chaos.campaign import ChaosPlan
 
     healed_within_s = parse_seconds(chosen.healed_within)
     if (chosen.kill is None) == (chosen.every is None):
