@@ -28,9 +28,9 @@ from rich.table import Table
 from benchmarks.figures import Figure, report
 from benchmarks.peer_loaders import environments, timing
 from benchmarks.peer_loaders.timing import Resume, Speed
-from dlac_pipeline.operations.loader_check.client import LoaderFailed
-from dlac_pipeline.operations.loader_check.scenarios import SCENARIOS, Bench, Count, Scenario, Size, run_and_count
-from dlac_pipeline.operations.loader_check.tables import Lake
+from dlac_pipeline.extensions.loader_check.client import LoaderFailed
+from dlac_pipeline.extensions.loader_check.scenarios import SCENARIOS, Bench, Count, Scenario, Size, run_and_count
+from dlac_pipeline.extensions.loader_check.tables import Lake
 
 OURS = "dlac"
 ENVIRONMENTS = {

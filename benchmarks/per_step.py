@@ -43,9 +43,9 @@ from benchmarks.per_step_lab.journal import LIGHTHOUSE, PHASES, GroupJournal, or
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.elastic.ranks.addresses import free_port
 from dlac_pipeline.elastic.ranks.replicas import read_lighthouse
+from dlac_pipeline.extensions.loader_check.tables import Lake
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow
-from dlac_pipeline.operations.loader_check.tables import Lake
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
 
 GROUPS = 4

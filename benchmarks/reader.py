@@ -40,7 +40,7 @@ import pyarrow.parquet as pq
 from tokenizers import Tokenizer
 
 from benchmarks.figures import Figure, report
-from dlac_pipeline.operations.loader_check.tables import Lake
+from dlac_pipeline.extensions.loader_check.tables import Lake
 from dlac_pipeline.plan.legs.choice import first_leg
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.plan.planner import make_plan

@@ -31,7 +31,7 @@ from pyiceberg.io.pyarrow import PyArrowFile
 
 from benchmarks.figures import Figure, report
 from benchmarks.reader import Kind, build, job
-from dlac_pipeline.operations.loader_check.tables import Lake
+from dlac_pipeline.extensions.loader_check.tables import Lake
 from dlac_pipeline.plan.legs.choice import first_leg
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.plan import Plans

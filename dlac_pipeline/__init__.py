@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from dlac_pipeline.checkpoint.engines.distributed_state import DistributedState
     from dlac_pipeline.checkpoint.engines.torchft_state import TorchFTState
     from dlac_pipeline.dataset import DlacDataset, open_dataset
+    from dlac_pipeline.extensions.loader_check.row_log import Shadow
     from dlac_pipeline.read.batch import Batch
-    from dlac_pipeline.track.row_log import Shadow
     from dlac_pipeline.train.training_run import TrainingRun, training_run
 
 __all__ = [
@@ -30,7 +30,7 @@ _HOMES = {
     "Batch": "dlac_pipeline.read.batch",
     "DistributedState": "dlac_pipeline.checkpoint.engines.distributed_state",
     "DlacDataset": "dlac_pipeline.dataset",
-    "Shadow": "dlac_pipeline.track.row_log",
+    "Shadow": "dlac_pipeline.extensions.loader_check.row_log",
     "TorchFTState": "dlac_pipeline.checkpoint.engines.torchft_state",
     "TorchState": "dlac_pipeline.checkpoint.engines",
     "TrainingRun": "dlac_pipeline.train.training_run",

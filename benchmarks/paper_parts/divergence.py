@@ -27,10 +27,10 @@ from benchmarks.paper_parts.whole import run_name
 from benchmarks.peer_loaders import environments
 from benchmarks.peer_loaders.environments import Environment
 from dlac_pipeline.audit.audit import audit_run
-from dlac_pipeline.operations.loader_check import tables
-from dlac_pipeline.operations.loader_check.client import LoaderFailed
-from dlac_pipeline.operations.loader_check.protocol import Job
-from dlac_pipeline.operations.loader_check.tables import Lake
+from dlac_pipeline.extensions.loader_check import tables
+from dlac_pipeline.extensions.loader_check.client import LoaderFailed
+from dlac_pipeline.extensions.loader_check.protocol import Job
+from dlac_pipeline.extensions.loader_check.tables import Lake
 
 BATCH = 16
 _ROW_GROUP = 20

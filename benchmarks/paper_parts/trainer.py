@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from benchmarks.paper_parts.model import loss_of, new_model, validation_loss
-from dlac_pipeline.operations.loader_check.protocol import Job, Loader
+from dlac_pipeline.extensions.loader_check.protocol import Job, Loader
 
 _LIMIT_S = 900.0
 

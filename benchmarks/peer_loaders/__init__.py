@@ -1,6 +1,6 @@
 """Alternatives to DLAC, one small module per loader, all with one protocol.
 
-A module of this package is a loader of `dlac check-loader`, whose protocol is in `dlac_pipeline.operations.loader_check`.
+A module of this package is a loader of `dlac check-loader`, whose protocol is in `dlac_pipeline.extensions.loader_check`.
 Each runs in its own environment, and also has
 
     PACKAGES: list[str]    distributions whose versions are reported

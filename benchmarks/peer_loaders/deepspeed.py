@@ -13,8 +13,8 @@ from deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from torch.utils.data import DistributedSampler, TensorDataset
 
 from benchmarks.peer_loaders.rows import COLUMNS, arrays
-from dlac_pipeline.operations.loader_check.protocol import Job
-from dlac_pipeline.track.row_log import Ids
+from dlac_pipeline.extensions.loader_check.protocol import Job
+from dlac_pipeline.extensions.loader_check.row_log import Ids
 
 PACKAGES = ["deepspeed", "torch", "pyarrow"]
 SHARED_STATE = False

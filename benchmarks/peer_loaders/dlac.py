@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from dlac_pipeline.dataset import DlacDataset, open_dataset
-from dlac_pipeline.operations.loader_check.protocol import KINDS, Job
-from dlac_pipeline.track.row_log import Ids
+from dlac_pipeline.extensions.loader_check.protocol import KINDS, Job
+from dlac_pipeline.extensions.loader_check.row_log import Ids
 
 PACKAGES = ["torch", "pyarrow", "pyiceberg"]
 SHARED_STATE = True

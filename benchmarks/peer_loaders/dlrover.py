@@ -20,8 +20,8 @@ import numpy as np
 from benchmarks.peer_loaders.ranks import Ranks
 from benchmarks.peer_loaders.rows import rows_of
 from dlac_pipeline.elastic.ranks.addresses import free_port
-from dlac_pipeline.operations.loader_check.protocol import KINDS, Job
-from dlac_pipeline.track.row_log import Ids
+from dlac_pipeline.extensions.loader_check.protocol import KINDS, Job
+from dlac_pipeline.extensions.loader_check.row_log import Ids
 
 _arguments = importlib.import_module("dlrover.python.master.args")
 _master = importlib.import_module("dlrover.python.master.main")

@@ -13,7 +13,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from dlac_pipeline.operations.loader_check.client import LoaderFailed, LoaderProcess
+from dlac_pipeline.extensions.loader_check.client import LoaderFailed, LoaderProcess
 
 _ROOT = Path(__file__).parents[2]
 _LIMIT_S = 1200.0

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.peer_loaders.rows import rows_of
-from dlac_pipeline.operations.loader_check.protocol import KINDS, Job
-from dlac_pipeline.track.row_log import Ids
+from dlac_pipeline.extensions.loader_check.protocol import KINDS, Job
+from dlac_pipeline.extensions.loader_check.row_log import Ids
 
 grain = importlib.import_module("grain")
 records = importlib.import_module("array_record.python.array_record_module")

@@ -9,7 +9,7 @@ from pyiceberg.catalog import load_catalog
 from benchmarks.peer_loaders import hf_parquet
 from benchmarks.peer_loaders.rows import COLUMNS
 from benchmarks.peer_loaders.stateful import StatefulLoader
-from dlac_pipeline.operations.loader_check.protocol import KINDS, Job
+from dlac_pipeline.extensions.loader_check.protocol import KINDS, Job
 
 for _lazy in ("pyiceberg.catalog.sql", "pyiceberg.io.pyarrow"):  # imported here, and not in a timed launch
     importlib.import_module(_lazy)

@@ -9,7 +9,7 @@ import numpy as np
 
 from benchmarks.peer_loaders.rows import COLUMNS
 from benchmarks.peer_loaders.stateful import StatefulLoader
-from dlac_pipeline.operations.loader_check.protocol import KINDS, Job
+from dlac_pipeline.extensions.loader_check.protocol import KINDS, Job
 
 datasets = importlib.import_module("datasets")
 distributed = importlib.import_module("datasets.distributed")

@@ -19,8 +19,8 @@ import torch
 
 from benchmarks.peer_loaders.ranks import Ranks
 from benchmarks.peer_loaders.rows import COLUMNS
-from dlac_pipeline.operations.loader_check.protocol import KINDS, Job
-from dlac_pipeline.track.row_log import Ids
+from dlac_pipeline.extensions.loader_check.protocol import KINDS, Job
+from dlac_pipeline.extensions.loader_check.row_log import Ids
 
 lancedb = importlib.import_module("lancedb")
 _streaming = importlib.import_module("lancedb.streaming")

@@ -22,8 +22,8 @@ import numpy as np
 import torch
 
 from benchmarks.peer_loaders.rows import rows_of
-from dlac_pipeline.operations.loader_check.protocol import Job
-from dlac_pipeline.track.row_log import Ids
+from dlac_pipeline.extensions.loader_check.protocol import Job
+from dlac_pipeline.extensions.loader_check.row_log import Ids
 
 sys.modules.setdefault("streaming.vision", ModuleType("streaming.vision"))
 streaming = importlib.import_module("streaming")

@@ -23,8 +23,8 @@ from ray.data.collate_fn import ArrowBatchCollateFn
 from benchmarks.peer_loaders.ranks import Ranks
 from benchmarks.peer_loaders.rows import COLUMNS
 from dlac_pipeline.elastic.ranks.addresses import free_port
-from dlac_pipeline.operations.loader_check.protocol import KINDS, Job
-from dlac_pipeline.track.row_log import Ids
+from dlac_pipeline.extensions.loader_check.protocol import KINDS, Job
+from dlac_pipeline.extensions.loader_check.row_log import Ids
 
 ray = importlib.import_module("ray")
 _pickle = importlib.import_module("ray.cloudpickle")

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from dlac_pipeline.operations.loader_check.protocol import Job
-from dlac_pipeline.track.row_log import Ids
+from dlac_pipeline.extensions.loader_check.protocol import Job
+from dlac_pipeline.extensions.loader_check.row_log import Ids
 
 _stateful = importlib.import_module("torchdata.stateful_dataloader")
 

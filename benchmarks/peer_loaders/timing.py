@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
-from dlac_pipeline.operations.loader_check.client import LoaderFailed
-from dlac_pipeline.operations.loader_check.protocol import Job
-from dlac_pipeline.operations.loader_check.scenarios import LIMIT_S, Bench, Scenario
+from dlac_pipeline.extensions.loader_check.client import LoaderFailed
+from dlac_pipeline.extensions.loader_check.protocol import Job
+from dlac_pipeline.extensions.loader_check.scenarios import LIMIT_S, Bench, Scenario
 
 _BATCH = 64
 _POSITIONS = (0.01, 0.5, 0.99)

@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from benchmarks.peer_loaders.rows import COLUMNS, arrays
 from benchmarks.peer_loaders.stateful import StatefulLoader
-from dlac_pipeline.operations.loader_check.protocol import KINDS, Job
+from dlac_pipeline.extensions.loader_check.protocol import KINDS, Job
 
 PACKAGES = ["torchdata", "torch", "pyarrow"]
 SHARED_STATE = False

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from benchmarks.peer_loaders.rows import rows_of
 from benchmarks.peer_loaders.stateful import StatefulLoader
-from dlac_pipeline.operations.loader_check.protocol import KINDS, Job
+from dlac_pipeline.extensions.loader_check.protocol import KINDS, Job
 
 _data = importlib.import_module("torchft.data")
 

@@ -7,7 +7,7 @@ import importlib
 
 from benchmarks.peer_loaders.stateful import StatefulLoader
 from benchmarks.peer_loaders.torchdata import RowGroups
-from dlac_pipeline.operations.loader_check.protocol import Job
+from dlac_pipeline.extensions.loader_check.protocol import Job
 
 _dataloader = importlib.import_module("torchtitan.components.dataloader")
 

@@ -17,7 +17,6 @@ from rich.text import Text
 from typer import Option
 
 from dlac_pipeline.cli import (
-    adoption,
     branches,
     checkpoints,
     disclosure,
@@ -32,6 +31,7 @@ from dlac_pipeline.cli import (
 from dlac_pipeline.cli.display import Interrupted
 from dlac_pipeline.cli.shared import ERR, OUT, TRAIN, terminal_text
 from dlac_pipeline.extensions.chaos import commands as chaos
+from dlac_pipeline.extensions.loader_check import commands as adoption
 from dlac_pipeline.lakehouse.errors import BadInput, DlacError
 from dlac_pipeline.lakehouse.variables import check_pyiceberg
 from dlac_pipeline.launchers.bug_report import report_unexpected

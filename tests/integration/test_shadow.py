@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import dlac_pipeline as dlac
+from dlac_pipeline.extensions.loader_check.shadow.compare import ShadowReport, compare_shadow
 from dlac_pipeline.lakehouse.errors import BadInput, SpecInvalid
-from dlac_pipeline.operations.shadow.compare import ShadowReport, compare_shadow
 from tests.conftest import PROGRAMS, source_rows
 from tests.forked import Forked
 

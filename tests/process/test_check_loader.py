@@ -17,10 +17,10 @@ import numpy as np
 import psutil
 import pytest
 
-from dlac_pipeline.operations.loader_check import check, host
-from dlac_pipeline.operations.loader_check.consume import consume
-from dlac_pipeline.operations.loader_check.protocol import Job
-from dlac_pipeline.track.row_log import Ids, read_records
+from dlac_pipeline.extensions.loader_check import check, host
+from dlac_pipeline.extensions.loader_check.consume import consume
+from dlac_pipeline.extensions.loader_check.protocol import Job
+from dlac_pipeline.extensions.loader_check.row_log import Ids, read_records
 from tests.conftest import wait_until
 from tests.forked import Forked
 

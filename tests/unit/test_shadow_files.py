@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import dlac_pipeline as dlac
+from dlac_pipeline.extensions.loader_check.shadow.launches import Launch, read_launches
 from dlac_pipeline.lakehouse.errors import FormatTooNew, SpecInvalid
-from dlac_pipeline.operations.shadow.launches import Launch, read_launches
 
 
 def record(folder: Path, *, step: int, steps: int, ranks: int = 1, ends: bool = False) -> None:
@@ -96,7 +96,9 @@ def test_rank_joins_its_own_launch(
 ) -> None:
     """A launch without a file of a rank does not get that of the next launch, which began at the same step."""
     for rank, time_s in starts:
-        monkeypatch.setattr("dlac_pipeline.track.row_log.time.time_ns", lambda now=time_s: now * 10**9)
+        monkeypatch.setattr(
+            "dlac_pipeline.extensions.loader_check.row_log.time.time_ns", lambda now=time_s: now * 10**9
+        )
         dlac.Shadow(tmp_path, step=0, rank=rank, world_size=4).step([rank])
     assert [set(each.ranks) for each in read_launches(tmp_path)] == expected
 

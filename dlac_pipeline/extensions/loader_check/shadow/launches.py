@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from dlac_pipeline.extensions.loader_check.row_log import END, SHADOW_VERSION, SUFFIX, Record, read_records
 from dlac_pipeline.lakehouse.errors import FormatTooNew, SpecInvalid
-from dlac_pipeline.track.row_log import END, SHADOW_VERSION, SUFFIX, Record, read_records
 
 
 @dataclass(kw_only=True, slots=True)

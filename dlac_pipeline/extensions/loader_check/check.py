@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dlac_pipeline.extensions.loader_check.client import LoaderFailed, LoaderProcess
+from dlac_pipeline.extensions.loader_check.scenarios import SCENARIOS, Bench, Scenario, Size, run_and_count
+from dlac_pipeline.extensions.loader_check.tables import Lake
 from dlac_pipeline.lakehouse.errors import ScriptInvalid, SpecInvalid
-from dlac_pipeline.operations.loader_check.client import LoaderFailed, LoaderProcess
-from dlac_pipeline.operations.loader_check.scenarios import SCENARIOS, Bench, Scenario, Size, run_and_count
-from dlac_pipeline.operations.loader_check.tables import Lake
 
 _SIZE = Size(files=8, groups=8, group_rows=32, sequence=64)
 

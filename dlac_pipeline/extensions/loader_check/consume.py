@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from dlac_pipeline.operations.loader_check.protocol import Job, Loader
-from dlac_pipeline.track.row_log import Ids, Record, record_bytes
+from dlac_pipeline.extensions.loader_check.protocol import Job, Loader
+from dlac_pipeline.extensions.loader_check.row_log import Ids, Record, record_bytes
 
 _METHODS = ("batches", "ids", "state", "close")
 _MOST = 4

@@ -10,10 +10,10 @@ from pyiceberg.io.pyarrow import _dataframe_to_data_files
 from pyiceberg.table import Table
 from pyiceberg.table.snapshots import Operation, Summary
 
+from dlac_pipeline.extensions.loader_check.protocol import KINDS
+from dlac_pipeline.extensions.loader_check.row_log import Ids
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.iceberg.connect import connect
-from dlac_pipeline.operations.loader_check.protocol import KINDS
-from dlac_pipeline.track.row_log import Ids
 
 NAMESPACE = "bench"
 

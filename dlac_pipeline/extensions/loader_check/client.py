@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dlac_pipeline.operations.loader_check.protocol import Job
+from dlac_pipeline.extensions.loader_check.protocol import Job
 
 _PACKAGE = Path(__file__).parents[2]
 _IMPORT_LIMIT_S = 120.0

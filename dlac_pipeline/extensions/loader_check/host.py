@@ -1,4 +1,4 @@
-"""One loader's process: `python -m dlac_pipeline.operations.loader_check.host LOADER`, a file or a module.
+"""One loader's process: `python -m dlac_pipeline.extensions.loader_check.host LOADER`, a file or a module.
 
 It imports the loader's packages once and forks one process per rank and launch, so that a launch costs no import. They
 share its seed of hashes, and what the loader does at its import. At its start it writes what the loader offers, and then one
@@ -30,8 +30,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from dlac_pipeline.operations.loader_check.consume import Misuse, consume
-from dlac_pipeline.operations.loader_check.protocol import Job
+from dlac_pipeline.extensions.loader_check.consume import Misuse, consume
+from dlac_pipeline.extensions.loader_check.protocol import Job
 
 _GRACE_S = 5.0  # for the other ranks after a failure
 _PR_SET_PDEATHSIG = 1

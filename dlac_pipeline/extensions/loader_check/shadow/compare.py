@@ -15,17 +15,17 @@ from pyiceberg.table import Table
 from pyiceberg.types import IntegerType, LongType
 
 from dlac_pipeline.dataset.dataset import DlacDataset
+from dlac_pipeline.extensions.loader_check.row_log import Ids
+from dlac_pipeline.extensions.loader_check.shadow.launches import Launch, read_launches
 from dlac_pipeline.lakehouse.errors import BadInput, SpecInvalid, UnsupportedColumn
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.iceberg.snapshots import schema_id_of, snapshot_of
-from dlac_pipeline.operations.shadow.launches import Launch, read_launches
 from dlac_pipeline.plan.legs.choice import first_leg
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.plan.planner import make_plan
 from dlac_pipeline.read.opening.open_leg import OpenLeg, open_leg
 from dlac_pipeline.spec.job_spec import JobSpec, SequenceSpec
-from dlac_pipeline.track.row_log import Ids
 
 _EXAMPLES = 5
 Flags = np.ndarray[Any, np.dtype[np.bool_]]

@@ -15,8 +15,8 @@ from dlac_pipeline.cli import shared as ui
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 
 if TYPE_CHECKING:
-    from dlac_pipeline.operations.loader_check.check import Verdict
-    from dlac_pipeline.operations.shadow.compare import Difference, ShadowReport
+    from dlac_pipeline.extensions.loader_check.check import Verdict
+    from dlac_pipeline.extensions.loader_check.shadow.compare import Difference, ShadowReport
 
 app = typer.Typer()
 _ROW_GROUPS, _ROW_IDS = 3, 5
@@ -47,7 +47,7 @@ def check_loader(
 
     It reads generated tables, and leaves nothing on the disk. No lakehouse is needed.
     """
-    from dlac_pipeline.operations.loader_check import check
+    from dlac_pipeline.extensions.loader_check import check
 
     if example:
         sys.stdout.write(Path(check.__file__).with_name("example.py.template").read_text())
@@ -101,7 +101,7 @@ def shadow(
 
     Exit status 0 only if the loop repeated and missed no row, and read none from outside the snapshot. Nothing is written.
     """
-    from dlac_pipeline.operations.shadow.compare import compare_shadow
+    from dlac_pipeline.extensions.loader_check.shadow.compare import compare_shadow
 
     report = compare_shadow(ui.lakehouse_of(spec, home), ui.resolved(spec, home), folder, by=by)
     if as_json:

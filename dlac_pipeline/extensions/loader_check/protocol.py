@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from dlac_pipeline.track.row_log import Ids
+from dlac_pipeline.extensions.loader_check.row_log import Ids
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

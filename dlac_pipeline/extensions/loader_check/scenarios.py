@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
-from dlac_pipeline.operations.loader_check import tables
-from dlac_pipeline.operations.loader_check.client import LoaderEnded, LoaderFailed, LoaderProcess, LoaderTooSlow
-from dlac_pipeline.operations.loader_check.protocol import KINDS, Job
-from dlac_pipeline.operations.loader_check.tables import Lake
-from dlac_pipeline.track.row_log import Ids, Record, read_records
+from dlac_pipeline.extensions.loader_check import tables
+from dlac_pipeline.extensions.loader_check.client import LoaderEnded, LoaderFailed, LoaderProcess, LoaderTooSlow
+from dlac_pipeline.extensions.loader_check.protocol import KINDS, Job
+from dlac_pipeline.extensions.loader_check.row_log import Ids, Record, read_records
+from dlac_pipeline.extensions.loader_check.tables import Lake
 
 BATCH = 32  # samples in a global batch
 LIMIT_S = 90.0
