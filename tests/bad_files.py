@@ -12,7 +12,7 @@ from typing import Any
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
-from dlac_pipeline.operations.documents.passport import _digest
+from dlac_pipeline.extensions.erasure.passport import _digest
 
 FINISHED = "done"
 """A finished run of the lakehouse of the inputs, which a script of its own started, as with torchrun."""

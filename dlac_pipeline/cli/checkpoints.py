@@ -160,7 +160,7 @@ def export(
     If the run's sources have row_keys, a passport is written beside them: it answers whether a document was trained on.
     """
     from dlac_pipeline.checkpoint.restore.export import export_weights
-    from dlac_pipeline.operations.documents.passport import passport_of, write_passport
+    from dlac_pipeline.extensions.erasure.passport import passport_of, write_passport
 
     lakehouse, tiers = ui.places_of_run(run, spec, home)
     exported = export_weights(lakehouse, tiers, out, step=step, part=part, config=config)
@@ -222,7 +222,7 @@ def identify(
 
 
 def _seen_by_passport(file: Path, document: list[str], spec: Path | None, home: Path | None) -> dict[str, object]:
-    from dlac_pipeline.operations.documents.passport import OpenPassport
+    from dlac_pipeline.extensions.erasure.passport import OpenPassport
 
     with closing(OpenPassport(file)) as passport:
         is_known = False

@@ -19,8 +19,6 @@ from typer import Option
 from dlac_pipeline.cli import (
     branches,
     checkpoints,
-    disclosure,
-    forget,
     lakehouse,
     logs,
     projects,
@@ -31,6 +29,8 @@ from dlac_pipeline.cli import (
 from dlac_pipeline.cli.display import Interrupted
 from dlac_pipeline.cli.shared import ERR, OUT, TRAIN, terminal_text
 from dlac_pipeline.extensions.chaos import commands as chaos
+from dlac_pipeline.extensions.erasure import commands as forget
+from dlac_pipeline.extensions.erasure import disclosure_commands as disclosure
 from dlac_pipeline.extensions.loader_check import commands as adoption
 from dlac_pipeline.lakehouse.errors import BadInput, DlacError
 from dlac_pipeline.lakehouse.variables import check_pyiceberg

@@ -22,14 +22,14 @@ from dlac_pipeline.checkpoint.memory.states import memory_folder, read_states
 from dlac_pipeline.checkpoint.restore.export import export_tensors, export_weights
 from dlac_pipeline.checkpoint.restore.foreign import foreign_checkpoint
 from dlac_pipeline.checkpoint.store import tiers_of
+from dlac_pipeline.extensions.erasure.certificate import differences, make_key
+from dlac_pipeline.extensions.erasure.passport import write_passport
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import among, equals
 from dlac_pipeline.lakehouse.iceberg.pins import remove_pin
 from dlac_pipeline.lakehouse.ledger.branches import retire_left
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import ClaimRow
-from dlac_pipeline.operations.documents.certificate import differences, make_key
-from dlac_pipeline.operations.documents.passport import write_passport
 from dlac_pipeline.operations.fork import adopt_checkpoint, fork_run
 from dlac_pipeline.operations.rewind import rewind_run
 from dlac_pipeline.plan.plan import Plans

@@ -19,16 +19,16 @@ from dlac_pipeline import TorchState, training_run
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.audit.seen import who_has_seen
 from dlac_pipeline.checkpoint.store import folder_of
+from dlac_pipeline.extensions.erasure.certificate import certify, differences, is_signed, make_key
+from dlac_pipeline.extensions.erasure.execution import execute_forget
+from dlac_pipeline.extensions.erasure.forget import ForgetPlan, plan_forget
+from dlac_pipeline.extensions.erasure.traces import erase_traces
 from dlac_pipeline.lakehouse.errors import NoSuchColumn, NoSuchTable, SpecInvalid
 from dlac_pipeline.lakehouse.ledger.branches import exclusions_in_force, retire_left
 from dlac_pipeline.lakehouse.ledger.commits import name_checkpoint, names_of, record_exports
 from dlac_pipeline.lakehouse.ledger.journal import Journal
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ExportRow, NameRow
-from dlac_pipeline.operations.documents.certificate import certify, differences, is_signed, make_key
-from dlac_pipeline.operations.documents.execution import execute_forget
-from dlac_pipeline.operations.documents.forget import ForgetPlan, plan_forget
-from dlac_pipeline.operations.documents.traces import erase_traces
 from dlac_pipeline.operations.fork import fork_run
 from dlac_pipeline.operations.rewind import rewind_run
 from dlac_pipeline.spec.job_spec import JobSpec
@@ -39,7 +39,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from dlac_pipeline.lakehouse.iceberg.connect import connect
-from dlac_pipeline.operations.documents import execution, traces
+from dlac_pipeline.extensions.erasure import execution, traces
 from dlac_pipeline.spec.job_spec import read_spec
 
 spec = read_spec(Path(sys.argv[1]))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dlac_pipeline.operations.documents.forget import plan_forget
+from dlac_pipeline.extensions.erasure.forget import plan_forget
 from tests.conftest import Arena
 
 _PAGE = Path(__file__).parents[2] / "docs" / "forget.md"

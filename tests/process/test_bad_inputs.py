@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from dlac_pipeline.cli.main import app
+from dlac_pipeline.extensions.erasure.passport import passport_of
 from dlac_pipeline.lakehouse.ledger.commits import claim
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.operations.documents.passport import passport_of
 from tests.bad_files import FINISHED, LAUNCHED, BadInput, Made
 from tests.bad_inputs import SECRET, bad_inputs
 

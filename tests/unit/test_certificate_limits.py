@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from dlac_pipeline.operations.documents.limits import LIMITS
+from dlac_pipeline.extensions.erasure.limits import LIMITS
 
 _PAGE = Path(__file__).parents[2] / "docs" / "forget.md"
 

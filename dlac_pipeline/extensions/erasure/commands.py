@@ -11,8 +11,8 @@ from dlac_pipeline.audit.wording import format_count
 from dlac_pipeline.cli import shared as ui
 
 if TYPE_CHECKING:
+    from dlac_pipeline.extensions.erasure.forget import ForgetPlan
     from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
-    from dlac_pipeline.operations.documents.forget import ForgetPlan
     from dlac_pipeline.spec.job_spec import JobSpec
 
 app = typer.Typer()
@@ -42,9 +42,9 @@ def forget(
     Only --execute changes the lakehouse. Exported files are listed, and not touched. With --execute the exit status is 0 only if
     the rows are forgotten.
     """
-    from dlac_pipeline.operations.documents import certificate
-    from dlac_pipeline.operations.documents.execution import execute_forget
-    from dlac_pipeline.operations.documents.forget import plan_forget
+    from dlac_pipeline.extensions.erasure import certificate
+    from dlac_pipeline.extensions.erasure.execution import execute_forget
+    from dlac_pipeline.extensions.erasure.forget import plan_forget
 
     lakehouse, spec_of = _places(spec, home)
     done = execute_forget(lakehouse, table, where, spec_of) if execute else []
@@ -75,7 +75,7 @@ def erase(
     home: ui.Home = None,
 ) -> None:
     """Erase the keys of forgotten rows, and the losses of their steps, in DLAC's tables. Certify before this."""
-    from dlac_pipeline.operations.documents.traces import erase_traces
+    from dlac_pipeline.extensions.erasure.traces import erase_traces
 
     lakehouse, spec_of = _places(spec, home)
     done = erase_traces(lakehouse, table, where, spec_of)
@@ -85,7 +85,7 @@ def erase(
 @ui.command(app, ui.LAKEHOUSE, "dlac new-key key.pem", name="new-key")
 def new_key(key: Annotated[Path, Argument(help="New file for the private key.")]) -> None:
     """Make a key that signs certificates, and the public key that checks them, in the same folder."""
-    from dlac_pipeline.operations.documents.certificate import make_key
+    from dlac_pipeline.extensions.erasure.certificate import make_key
 
     ui.show_text(f"certificates that {key} signs are checked with {make_key(key)}")
 
@@ -98,7 +98,7 @@ def verify_certificate(
     home: ui.Home = None,
 ) -> None:
     """Check the signature of a certificate, and the lakehouse again. Exit status 0 only if both are as certified."""
-    from dlac_pipeline.operations.documents.certificate import (
+    from dlac_pipeline.extensions.erasure.certificate import (
         differences,
         has_old_snapshots,
         is_signed,

@@ -21,14 +21,14 @@ from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.audit.explain import EXPLAINED, tables_and_views
 from dlac_pipeline.audit.lakehouse_sql import names_in, scripts_of, sql_script
 from dlac_pipeline.checkpoint.store import folder_uri, tiers_of
+from dlac_pipeline.extensions.erasure.forget import ForgetPlan, Moment, SpecOf, plan_forget
+from dlac_pipeline.extensions.erasure.left_weights import LeftWeights
 from dlac_pipeline.lakehouse.errors import FormatTooNew, SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows
 from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS
 from dlac_pipeline.lakehouse.store_files import StoreFiles
-from dlac_pipeline.operations.documents.forget import ForgetPlan, Moment, SpecOf, plan_forget
-from dlac_pipeline.operations.documents.left_weights import LeftWeights
 
 _FORMAT_VERSION = 1
 _REQUEST = ("id", "table", "table_uuid", "filters")

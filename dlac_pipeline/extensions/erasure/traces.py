@@ -14,6 +14,8 @@ from pyiceberg.expressions import AlwaysTrue, And, BooleanExpression
 from pyiceberg.io.pyarrow import ArrowScan, _dataframe_to_data_files, schema_to_pyarrow
 from pyiceberg.manifest import DataFile
 
+from dlac_pipeline.extensions.erasure.certificate import contradictions
+from dlac_pipeline.extensions.erasure.forget import ForgetPlan, SpecOf, plan_forget
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import NO_KEY, Lakehouse, equals
 from dlac_pipeline.lakehouse.ledger.journal import Journal
@@ -22,8 +24,6 @@ from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
 from dlac_pipeline.lakehouse.maintenance.expiry import UPKEEP_OF_SNAPSHOT, committing, expire
 from dlac_pipeline.lakehouse.maintenance.upkeep import remove_orphans
 from dlac_pipeline.lakehouse.retrying import retrying
-from dlac_pipeline.operations.documents.certificate import contradictions
-from dlac_pipeline.operations.documents.forget import ForgetPlan, SpecOf, plan_forget
 
 _FILES = 64
 """Data files that one commit replaces: less work has more luck beside busy committers."""

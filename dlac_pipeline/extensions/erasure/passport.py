@@ -19,6 +19,7 @@ from blake3 import blake3
 from dlac_pipeline.audit.lakehouse_sql import open_audit, rows_of, sql_script
 from dlac_pipeline.checkpoint.manifest import content_digest
 from dlac_pipeline.checkpoint.restore.export import Exported
+from dlac_pipeline.extensions.erasure.xor_filter import XorFilter
 from dlac_pipeline.lakehouse.durable_io import write_durably
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
@@ -26,7 +27,6 @@ from dlac_pipeline.lakehouse.ledger.commits import record_exports
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import ExportRow
 from dlac_pipeline.lakehouse.store_files import file_digest
-from dlac_pipeline.operations.documents.xor_filter import XorFilter
 
 _FORMAT = 1
 _PART = "passport"

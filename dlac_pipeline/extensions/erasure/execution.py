@@ -6,6 +6,8 @@ from typing import Any
 
 from blake3 import blake3
 
+from dlac_pipeline.extensions.erasure.forget import ForgetPlan, SpecOf, plan_forget
+from dlac_pipeline.extensions.erasure.left_weights import LeftWeights
 from dlac_pipeline.lakehouse.errors import AppendHistoryLost, EmptyPlan, PinLost
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.branches import FORGET_REASON, exclusions_in_force
@@ -13,8 +15,6 @@ from dlac_pipeline.lakehouse.ledger.commits import unname_checkpoint
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.older_ledger import check_ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import Exclusion, RewindRow
-from dlac_pipeline.operations.documents.forget import ForgetPlan, SpecOf, plan_forget
-from dlac_pipeline.operations.documents.left_weights import LeftWeights
 from dlac_pipeline.operations.retire import retire_checkpoints
 from dlac_pipeline.operations.rewind import rewind_run
 from dlac_pipeline.spec.job_spec import JobSpec
