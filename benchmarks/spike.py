@@ -29,9 +29,9 @@ import pyarrow as pa
 
 from benchmarks.figures import Figure, report
 from dlac_pipeline.checkpoint.spikes import find_spikes
+from dlac_pipeline.extensions.replay.spike import explain_spike
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
-from dlac_pipeline.operations.spike import explain_spike
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.steps.step_rows import StepRows

@@ -19,8 +19,8 @@ from dlac_pipeline.lakehouse.plain_json import strict_json
 if TYPE_CHECKING:
     import duckdb
 
+    from dlac_pipeline.extensions.replay.spike import SpikeReport
     from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
-    from dlac_pipeline.operations.spike import SpikeReport
     from dlac_pipeline.supervise.steps.step_rows import StepRow
 
 app = typer.Typer()
@@ -219,7 +219,7 @@ def spike(
 
     Production is only read. The script finds DLAC_REHEARSAL=1 in its environment.
     """
-    from dlac_pipeline.operations.spike import explain_spike
+    from dlac_pipeline.extensions.replay.spike import explain_spike
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the sandbox is removed on the way out
     lakehouse, job = ui.lakehouse_of(spec, home), ui.given_spec(run, spec, home)

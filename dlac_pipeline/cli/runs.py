@@ -89,7 +89,7 @@ def rehearse(
 
     Production is only read. The script finds DLAC_REHEARSAL=1 in its environment.
     """
-    from dlac_pipeline.operations.rehearse import rehearse_run as do_again
+    from dlac_pipeline.extensions.replay.rehearse import rehearse_run as do_again
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the sandbox is removed on the way out
     job = ui.given_spec(run, spec, home)

@@ -18,6 +18,7 @@ from dlac_pipeline.checkpoint.listing import list_checkpoints, verify_checkpoint
 from dlac_pipeline.checkpoint.manifest import read_manifest
 from dlac_pipeline.checkpoint.restore.verified_copy import Restored, restore
 from dlac_pipeline.checkpoint.store import Tiers, folder_of
+from dlac_pipeline.extensions.replay import rehearse, step_replay
 from dlac_pipeline.lakehouse.errors import NoSuchCheckpoint, RunFinished, SpecInvalid, StoreUnavailable
 from dlac_pipeline.lakehouse.ledger.commits import name_checkpoint, unname_checkpoint
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
@@ -30,7 +31,6 @@ from dlac_pipeline.lakehouse.ledger.typed_rows import (
     VerifyRow,
 )
 from dlac_pipeline.lakehouse.store_files import StoreFiles, path_at
-from dlac_pipeline.operations import rehearse, step_replay
 from dlac_pipeline.spec.job_spec import CheckpointSpec, JobSpec
 from tests.conftest import Arena, wait_until
 from tests.integration.test_cli import dlac

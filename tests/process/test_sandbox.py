@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from dlac_pipeline.operations.replay import PREFIX, sandbox
+from dlac_pipeline.extensions.replay.replay import PREFIX, sandbox
 
 OWNER = """
 import sys, time
 from pathlib import Path
-from dlac_pipeline.operations.replay import sandbox
+from dlac_pipeline.extensions.replay.replay import sandbox
 with sandbox(Path(sys.argv[1])) as folder:
     (folder / "checkpoint").write_text("large")
     print(folder, flush=True)

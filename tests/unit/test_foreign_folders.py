@@ -18,10 +18,10 @@ from dlac_pipeline.checkpoint.store import Tiers
 from dlac_pipeline.elastic.rank_assignment import Member, Offer, RoundPlan
 from dlac_pipeline.elastic.round import Round
 from dlac_pipeline.extensions.chaos.chaos_job import ChaosJob
+from dlac_pipeline.extensions.replay.replay import PREFIX, remove_left_overs
 from dlac_pipeline.lakehouse.errors import StoreUnavailable
 from dlac_pipeline.lakehouse.own_folders import open_own, remove_own
 from dlac_pipeline.lakehouse.store_files import StoreFiles
-from dlac_pipeline.operations.replay import PREFIX, remove_left_overs
 from dlac_pipeline.supervise.memory.memory_choice import states_here
 from dlac_pipeline.supervise.memory.node_memory import NodeMemory
 from dlac_pipeline.supervise.memory.server import home_of

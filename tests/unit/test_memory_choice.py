@@ -16,9 +16,9 @@ import pytest
 
 from dlac_pipeline.checkpoint.memory import states
 from dlac_pipeline.checkpoint.memory.states import MemoryState, Part, RankState, Trained
+from dlac_pipeline.extensions.replay import rehearse
 from dlac_pipeline.lakehouse.ledger.run_rows import Fence, trained_by
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow, LedgerRow
-from dlac_pipeline.operations import rehearse
 from dlac_pipeline.spec.job_spec import parse_spec
 from dlac_pipeline.supervise.claim import ResumePoint
 from dlac_pipeline.supervise.claims import attempts_without_progress

@@ -31,7 +31,7 @@ def test_impossible_rehearsal_is_warning(
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr("dlac_pipeline.operations.rehearse.rehearse_run", fail)
+    monkeypatch.setattr("dlac_pipeline.extensions.replay.rehearse.rehearse_run", fail)
     result = rehearse_model(connect(LakehouseConfig().at_home(tmp_path)), "r")
     assert (result.passed, result.severity, result.asset_key) == (False, severity, model_key("r"))
     assert (result.description or "").startswith(description)

@@ -159,7 +159,7 @@ def rehearse_model(
     lakehouse: "Lakehouse", run: str, *, steps: int | None = None, sandbox_folder: Path | None = None
 ) -> dg.AssetCheckResult:
     """Rehearse a run as it was trained. It passes if each loss is bit-identical. If it is impossible, that is a warning."""
-    from dlac_pipeline.operations.rehearse import rehearse_run
+    from dlac_pipeline.extensions.replay.rehearse import rehearse_run
 
     try:
         done = rehearse_run(lakehouse, run, steps=steps, sandbox_folder=sandbox_folder)

@@ -10,13 +10,13 @@ from pathlib import Path
 
 from dlac_pipeline.checkpoint.restore.verified_copy import Restored, restore
 from dlac_pipeline.checkpoint.store import Tiers, tiers_of
+from dlac_pipeline.extensions.replay.replay import replay, sandbox, spec_in_sandbox
 from dlac_pipeline.lakehouse.errors import CheckpointDamaged, StoreUnavailable
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.commits import new_nonce
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import out_of
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, LedgerRow
-from dlac_pipeline.operations.replay import replay, sandbox, spec_in_sandbox
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.choose_leg import leg_of

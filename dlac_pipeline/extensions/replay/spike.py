@@ -11,6 +11,7 @@ from typing import Any
 
 from dlac_pipeline.audit.losses import bits_of
 from dlac_pipeline.checkpoint.spikes import LossWindow, Spike, count_to_blame, find_spikes, finite_or_inf
+from dlac_pipeline.extensions.replay.step_replay import ReplayStart, replay_steps
 from dlac_pipeline.lakehouse.errors import NothingToRehearse, ScriptInvalid, SpecInvalid
 from dlac_pipeline.lakehouse.filters.named_rows import filter_of_rows
 from dlac_pipeline.lakehouse.history.row_matching import identity_keys
@@ -18,7 +19,6 @@ from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.iceberg.row_groups import parse_exclusion
 from dlac_pipeline.lakehouse.ledger.branches import exclusions_in_force
 from dlac_pipeline.lakehouse.ledger.run_rows import out_of
-from dlac_pipeline.operations.step_replay import ReplayStart, replay_steps
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.choose_leg import leg_of
 from dlac_pipeline.supervise.steps.committed_steps import CommittedStep, CommittedSteps

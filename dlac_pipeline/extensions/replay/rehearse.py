@@ -9,12 +9,12 @@ from typing import Any
 from dlac_pipeline.audit.losses import bits_of
 from dlac_pipeline.checkpoint.manifest import config_digest
 from dlac_pipeline.checkpoint.spikes import skipped_steps
+from dlac_pipeline.extensions.replay.step_replay import Replay, ReplayStart, replay_steps
 from dlac_pipeline.lakehouse.errors import NothingToRehearse
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, fence_of_rows, out_of
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow, LedgerRow
-from dlac_pipeline.operations.step_replay import Replay, ReplayStart, replay_steps
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.choose_leg import leg_of
 

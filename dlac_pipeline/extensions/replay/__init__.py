@@ -1,0 +1,1 @@
+"""Replays of committed steps: rehearsals, single steps, and spikes of the loss."""
