@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import partial
 
-from dlac_pipeline.lakehouse.external.mirror import load_version
+from dlac_pipeline.extensions.formats.mirror import load_version
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.iceberg.snapshots import snapshot_of
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger

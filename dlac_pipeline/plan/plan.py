@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
+from dlac_pipeline.extensions.formats.locations import split_identifier
+from dlac_pipeline.extensions.formats.mirror import check_files_exist
 from dlac_pipeline.lakehouse.errors import DlacError
-from dlac_pipeline.lakehouse.external.locations import split_identifier
-from dlac_pipeline.lakehouse.external.mirror import check_files_exist
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.iceberg.pins import release_pins
 from dlac_pipeline.lakehouse.iceberg.snapshots import check_pinned

@@ -14,8 +14,8 @@ from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 from pyiceberg.table.snapshots import Snapshot
 
+from dlac_pipeline.extensions.formats.mirror import load_version
 from dlac_pipeline.lakehouse.errors import EmptyPlan, NoSuchColumn, SpecInvalid
-from dlac_pipeline.lakehouse.external.mirror import load_version
 from dlac_pipeline.lakehouse.filters.grammar import parse_filter
 from dlac_pipeline.lakehouse.history.row_matching import identity_keys
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse

@@ -10,10 +10,10 @@ import pytest
 from hudi import HudiReadOptions, HudiTableBuilder
 
 from dlac_pipeline.dataset import open_dataset
+from dlac_pipeline.extensions.formats.hudi import HudiSource
+from dlac_pipeline.extensions.formats.locations import external_identifier
+from dlac_pipeline.extensions.formats.mirror import load_version
 from dlac_pipeline.lakehouse.errors import AppendHistoryLost, NoSuchSnapshot, NoSuchTable, PinLost, UnsupportedSnapshot
-from dlac_pipeline.lakehouse.external.hudi import HudiSource
-from dlac_pipeline.lakehouse.external.locations import external_identifier
-from dlac_pipeline.lakehouse.external.mirror import load_version
 from dlac_pipeline.lakehouse.history.changes import changes
 from tests.conftest import Arena
 from tests.delta_tables import Rows, planned_rows

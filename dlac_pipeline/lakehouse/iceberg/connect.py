@@ -18,10 +18,10 @@ from pyiceberg.table import Table
 from pyiceberg.types import NestedField
 from sqlalchemy.exc import IntegrityError, OperationalError, ProgrammingError, SQLAlchemyError
 
+from dlac_pipeline.extensions.formats.locations import mirror_name, split_identifier
 from dlac_pipeline.lakehouse import errors, outages
 from dlac_pipeline.lakehouse.config import CUSTOM_CATALOG, LakehouseConfig, sqlite_file
 from dlac_pipeline.lakehouse.durable_io import make_folder_durably
-from dlac_pipeline.lakehouse.external.locations import mirror_name, split_identifier
 from dlac_pipeline.lakehouse.iceberg import relocation as relocations
 from dlac_pipeline.lakehouse.iceberg.metadata_files import metadata_files, version_of
 from dlac_pipeline.lakehouse.iceberg.own_rows import read_rows

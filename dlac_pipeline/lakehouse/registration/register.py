@@ -21,9 +21,9 @@ from pyiceberg.transforms import IdentityTransform
 from pyiceberg.typedef import Identifier, Record
 from pyiceberg.types import LongType, NestedField
 
+from dlac_pipeline.extensions.formats.locations import split_identifier
 from dlac_pipeline.lakehouse import errors
 from dlac_pipeline.lakehouse.config import LakehouseConfig
-from dlac_pipeline.lakehouse.external.locations import split_identifier
 from dlac_pipeline.lakehouse.iceberg.columns import READ_BY_NAME, expect, open_parquet
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, reachable
 from dlac_pipeline.lakehouse.registration.file_metrics import describe_file

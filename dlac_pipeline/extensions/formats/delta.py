@@ -11,8 +11,8 @@ from deltalake import DeltaTable
 from deltalake.exceptions import DeltaError, TableNotFoundError
 from pyiceberg.io import FileIO
 
+from dlac_pipeline.extensions.formats.versions import ExternalFile, ExternalVersion
 from dlac_pipeline.lakehouse.errors import LakehouseError, NoSuchSnapshot, NoSuchTable, UnsupportedSnapshot
-from dlac_pipeline.lakehouse.external.versions import ExternalFile, ExternalVersion
 from dlac_pipeline.lakehouse.iceberg.data_files import check_stays
 from dlac_pipeline.lakehouse.iceberg.deletes import NO_ROWS, Ints
 

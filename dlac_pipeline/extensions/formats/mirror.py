@@ -31,9 +31,9 @@ from pyiceberg.transforms import IdentityTransform
 from pyiceberg.typedef import EMPTY_DICT, Record
 from pyiceberg.types import NestedField
 
+from dlac_pipeline.extensions.formats.locations import mirror_name, split_identifier
+from dlac_pipeline.extensions.formats.versions import ExternalFile, ExternalVersion
 from dlac_pipeline.lakehouse import errors
-from dlac_pipeline.lakehouse.external.locations import mirror_name, split_identifier
-from dlac_pipeline.lakehouse.external.versions import ExternalFile, ExternalVersion
 from dlac_pipeline.lakehouse.iceberg.columns import READ_BY_NAME
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, reachable
 from dlac_pipeline.lakehouse.iceberg.data_files import PATH_FIELD_ID, live_files
@@ -43,8 +43,8 @@ from dlac_pipeline.lakehouse.retrying import as_commit_conflict, retrying
 from dlac_pipeline.lakehouse.s3_objects import SETTINGS
 
 if TYPE_CHECKING:
-    from dlac_pipeline.lakehouse.external.delta import DeltaSource
-    from dlac_pipeline.lakehouse.external.hudi import HudiSource
+    from dlac_pipeline.extensions.formats.delta import DeltaSource
+    from dlac_pipeline.extensions.formats.hudi import HudiSource
 
     ExternalTable = DeltaSource | HudiSource
 
@@ -115,10 +115,10 @@ def _open_source(table_format: str, location: str, properties: Mapping[str, str]
     options, io = {**options, "AWS_ALLOW_HTTP": "true"}, PyArrowFileIO(dict(properties))
     try:
         if table_format == "hudi":
-            from dlac_pipeline.lakehouse.external.hudi import HudiSource
+            from dlac_pipeline.extensions.formats.hudi import HudiSource
 
             return HudiSource(location, options, io)
-        from dlac_pipeline.lakehouse.external.delta import DeltaSource
+        from dlac_pipeline.extensions.formats.delta import DeltaSource
 
         return DeltaSource(location, options, io)
     except ModuleNotFoundError as err:
