@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from dlac_pipeline.integrations.listeners.events import AttemptStarted, ProgressMade
+from dlac_pipeline.extensions.listeners.events import AttemptStarted, ProgressMade
 from dlac_pipeline.lakehouse.ledger.branches import left_by_rewinds
 from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, CheckpointRow
 from dlac_pipeline.operations.fork import fork_run
@@ -201,7 +201,7 @@ def test_launch_reports_unheard_move(arena: Arena, tmp_path: Path, cause: str) -
 
 def test_endpoint_forgets_failed_attempt(arena: Arena) -> None:
     """A restart replaces the rows at risk of the attempt before, and removes its loss and rates until there are new ones."""
-    from dlac_pipeline.integrations.listeners.prometheus import PrometheusListener
+    from dlac_pipeline.extensions.listeners.prometheus import PrometheusListener
 
     port = own_port()
     facts: dict[str, Any] = {"run": "r", "at": 0.0, "attempt": 1}

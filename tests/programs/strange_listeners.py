@@ -6,7 +6,7 @@ import json
 import time
 from pathlib import Path
 
-from dlac_pipeline.integrations.listeners.events import ProgressMade, RunEvent
+from dlac_pipeline.extensions.listeners.events import ProgressMade, RunEvent
 
 
 class Records:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dlac_pipeline.integrations.listeners.events import (
+from dlac_pipeline.extensions.listeners.events import (
     AttemptEnded,
     AttemptStarted,
     CheckpointCommitted,
@@ -19,8 +19,8 @@ from dlac_pipeline.integrations.listeners.events import (
     RunEvent,
     RunGivenUp,
 )
-from dlac_pipeline.integrations.listeners.main import Subscription
-from dlac_pipeline.integrations.listeners.translate import EventTranslator
+from dlac_pipeline.extensions.listeners.main import Subscription
+from dlac_pipeline.extensions.listeners.translate import EventTranslator
 from dlac_pipeline.lakehouse.errors import BadInput, SpecInvalid
 from dlac_pipeline.spec import listeners_spec
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec

@@ -21,7 +21,7 @@ from dlac_pipeline.supervise.ranks.rank_events import Event
 
 WENT_BACK, RUN_BEGUN, RETIRED = "went_back", "run_begun", "retired"
 """Events about branches and checkpoints. The process of the listeners reads their facts from the ledger."""
-_PROGRAM = "dlac_pipeline.integrations.listeners.main"
+_PROGRAM = "dlac_pipeline.extensions.listeners.main"
 _MOST_WAITING = 10_000
 """Events that wait for a process that reads none. Further ones are lost."""
 _MARGIN_S = 2.0

@@ -4,7 +4,7 @@ from contextlib import suppress
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
 
-from dlac_pipeline.integrations.listeners import events
+from dlac_pipeline.extensions.listeners import events
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.listeners_spec import PrometheusSpec
 

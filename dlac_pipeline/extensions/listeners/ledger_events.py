@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 from dlac_pipeline.checkpoint.store import folder_uri
-from dlac_pipeline.integrations.listeners import events
+from dlac_pipeline.extensions.listeners import events
 from dlac_pipeline.lakehouse.errors import DlacError
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.lakehouse.ledger.branches import FORGET_REASON, MoveBack, moves_back

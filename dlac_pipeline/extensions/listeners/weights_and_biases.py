@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import wandb
 
-from dlac_pipeline.integrations.listeners.events import (
+from dlac_pipeline.extensions.listeners.events import (
     AttemptEnded,
     AttemptStarted,
     CheckpointsRetired,
@@ -13,7 +13,7 @@ from dlac_pipeline.integrations.listeners.events import (
     RunEvent,
     WentBack,
 )
-from dlac_pipeline.integrations.listeners.tracker import Metrics, Tracker, branch_name
+from dlac_pipeline.extensions.listeners.tracker import Metrics, Tracker, branch_name
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.listeners_spec import WandbSpec
 

@@ -8,7 +8,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Run
 from mlflow.exceptions import MlflowException
 
-from dlac_pipeline.integrations.listeners.events import (
+from dlac_pipeline.extensions.listeners.events import (
     AttemptEnded,
     AttemptStarted,
     CheckpointsRetired,
@@ -17,7 +17,7 @@ from dlac_pipeline.integrations.listeners.events import (
     RunEvent,
     WentBack,
 )
-from dlac_pipeline.integrations.listeners.tracker import Metrics, Tracker, branch_name
+from dlac_pipeline.extensions.listeners.tracker import Metrics, Tracker, branch_name
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.listeners_spec import MLflowSpec
 

@@ -7,8 +7,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from dlac_pipeline.integrations.listeners import events
-from dlac_pipeline.integrations.listeners.ledger_events import COMMANDS, read_events
+from dlac_pipeline.extensions.listeners import events
+from dlac_pipeline.extensions.listeners.ledger_events import COMMANDS, read_events
 from dlac_pipeline.lakehouse.ledger.recoveries import PHASES
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.liveness.heartbeat import read_heartbeats

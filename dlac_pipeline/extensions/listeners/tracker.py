@@ -7,8 +7,8 @@ with the losses that both share. See docs/design/0019-listeners.md.
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
-from dlac_pipeline.integrations.listeners import events
-from dlac_pipeline.integrations.listeners.ledger_events import read_shared_losses
+from dlac_pipeline.extensions.listeners import events
+from dlac_pipeline.extensions.listeners.ledger_events import read_shared_losses
 from dlac_pipeline.spec.job_spec import JobSpec
 
 Metrics = list[tuple[int, Mapping[str, float]]]

@@ -1,4 +1,4 @@
-"""The process of a run's listeners, each with a thread of its own: `python -m dlac_pipeline.integrations.listeners.main`.
+"""The process of a run's listeners, each with a thread of its own: `python -m dlac_pipeline.extensions.listeners.main`.
 
 Standard input: the job spec and the orchestrator's run as one line of JSON, then one event per line, until the process ends.
 """
@@ -18,8 +18,8 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
 
-from dlac_pipeline.integrations.listeners.events import Listener, ProgressMade, RunEvent
-from dlac_pipeline.integrations.listeners.translate import EventTranslator
+from dlac_pipeline.extensions.listeners.events import Listener, ProgressMade, RunEvent
+from dlac_pipeline.extensions.listeners.translate import EventTranslator
 from dlac_pipeline.lakehouse.errors import BadInput
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
 from dlac_pipeline.spec.listeners_spec import GROUP
@@ -151,7 +151,7 @@ def _lines() -> Iterator[bytes | None]:
 def _make(name: str, options: Mapping[str, Any], spec: JobSpec) -> Listener:
     if name in _OWN:
         module, kind = _OWN[name]
-        own = import_module(f"dlac_pipeline.integrations.listeners.{module}")
+        own = import_module(f"dlac_pipeline.extensions.listeners.{module}")
         made: Listener = getattr(own, kind)(getattr(spec.listeners, name), spec)
         return made
     points = entry_points(group=GROUP, name=name)

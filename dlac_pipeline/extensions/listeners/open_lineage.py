@@ -18,7 +18,7 @@ import attrs
 from openlineage.client import OpenLineageClient, event_v2, facet_v2
 
 from dlac_pipeline.extensions.formats.locations import split_identifier
-from dlac_pipeline.integrations.listeners import events
+from dlac_pipeline.extensions.listeners import events
 from dlac_pipeline.lakehouse.errors import DlacError
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.masking import mask_secrets

@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import Status, StatusCode, set_span_in_context
 from opentelemetry.util.types import AttributeValue
 
-from dlac_pipeline.integrations.listeners import events
+from dlac_pipeline.extensions.listeners import events
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.listeners_spec import OpenTelemetrySpec
 
