@@ -6,7 +6,7 @@ import torch
 from accelerate import Accelerator
 
 import dlac_pipeline as dlac
-from dlac_pipeline.integrations.accelerate import accelerator_files
+from dlac_pipeline.extensions.trainers.accelerate import accelerator_files
 
 with dlac.training_run("job.toml") as run:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)

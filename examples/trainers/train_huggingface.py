@@ -6,7 +6,7 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 import dlac_pipeline as dlac
-from dlac_pipeline.integrations.huggingface import attach
+from dlac_pipeline.extensions.trainers.huggingface import attach
 
 
 class Network(torch.nn.Module):

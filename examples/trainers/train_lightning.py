@@ -6,7 +6,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 
 import dlac_pipeline as dlac
-from dlac_pipeline.integrations.lightning import DlacCheckpoint, DlacDataModule
+from dlac_pipeline.extensions.trainers.lightning import DlacCheckpoint, DlacDataModule
 
 
 class Network(LightningModule):

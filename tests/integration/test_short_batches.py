@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from dlac_pipeline.integrations.torchtitan import attach_run
+from dlac_pipeline.extensions.trainers.torchtitan import attach_run
 from dlac_pipeline.lakehouse.errors import ScriptInvalid
 from tests.integration.test_trainer_files import POINTS, make_points, opened_run, train_huggingface
 from tests.programs import train_short

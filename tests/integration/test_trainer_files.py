@@ -21,7 +21,7 @@ import yaml
 
 import dlac_pipeline as dlac
 from dlac_pipeline.checkpoint.engines import TrainerFiles
-from dlac_pipeline.integrations import torchtitan as titan
+from dlac_pipeline.extensions.trainers import torchtitan as titan
 from dlac_pipeline.lakehouse.errors import Fenced, ResumeMismatch, ScriptInvalid, SpecInvalid
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
 from tests.programs.train_titan import TitanLike
@@ -179,7 +179,7 @@ class Network(torch.nn.Module):
 
 def train_huggingface(run: TrainingRun, home: Path, *callbacks: Any, **arguments: Any) -> str | None:
     """Train with a Hugging Face Trainer, and return the folder from which it resumed."""
-    from dlac_pipeline.integrations.huggingface import attach
+    from dlac_pipeline.extensions.trainers.huggingface import attach
 
     defaults: dict[str, Any] = {
         "output_dir": str(home / "out"),
@@ -293,7 +293,7 @@ def test_inexact_lightning_models_are_refused(arena: Arena) -> None:
     pytest.importorskip("lightning")
     from lightning.pytorch import LightningModule
 
-    from dlac_pipeline.integrations.lightning import DlacCheckpoint
+    from dlac_pipeline.extensions.trainers.lightning import DlacCheckpoint
 
     make_points(arena)
     model = LightningModule()
@@ -314,7 +314,7 @@ def test_lightning_validation_changes_no_loss(arena: Arena) -> None:
     from lightning.pytorch import LightningModule, Trainer
     from torch.utils.data import DataLoader
 
-    from dlac_pipeline.integrations.lightning import DlacCheckpoint, DlacDataModule
+    from dlac_pipeline.extensions.trainers.lightning import DlacCheckpoint, DlacDataModule
 
     class Network(LightningModule):  # type: ignore[misc]  # lightning is not analyzed
         def __init__(self, dies_at: int) -> None:
@@ -362,7 +362,7 @@ def test_lightning_stops_at_checkpoint_step(arena: Arena, stops_at: int) -> None
     pytest.importorskip("lightning")
     from lightning.pytorch import LightningModule, Trainer
 
-    from dlac_pipeline.integrations.lightning import DlacCheckpoint, DlacDataModule
+    from dlac_pipeline.extensions.trainers.lightning import DlacCheckpoint, DlacDataModule
 
     class Network(LightningModule):  # type: ignore[misc]  # lightning is not analyzed
         def __init__(self, stops_at: int) -> None:

@@ -84,7 +84,7 @@ def train_huggingface(run: dlac.TrainingRun, model: Network, parts: int) -> None
     """Train with a Hugging Face Trainer."""
     from transformers import Trainer, TrainingArguments
 
-    from dlac_pipeline.integrations.huggingface import attach
+    from dlac_pipeline.extensions.trainers.huggingface import attach
 
     arguments = TrainingArguments(
         output_dir=str(Path(run.spec.params["weights"]).with_suffix(".out")),
@@ -108,7 +108,7 @@ def train_accelerate(run: dlac.TrainingRun, network: Network, parts: int) -> Non
     """Train in a loop over Accelerate."""
     from accelerate import Accelerator
 
-    from dlac_pipeline.integrations.accelerate import accelerator_files
+    from dlac_pipeline.extensions.trainers.accelerate import accelerator_files
 
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=parts)
     model, optimizer = accelerator.prepare(network, torch.optim.SGD(network.parameters(), lr=LR))
@@ -131,7 +131,7 @@ def train_lightning(run: dlac.TrainingRun, model: Network, parts: int) -> None:
     """Train with Lightning."""
     from lightning.pytorch import LightningModule, Trainer
 
-    from dlac_pipeline.integrations.lightning import DlacCheckpoint, DlacDataModule
+    from dlac_pipeline.extensions.trainers.lightning import DlacCheckpoint, DlacDataModule
 
     class Module(LightningModule):  # type: ignore[misc]  # lightning is not analyzed
         def __init__(self) -> None:

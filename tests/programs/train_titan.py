@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.nn.parallel import DistributedDataParallel
 
 import dlac_pipeline as dlac
-from dlac_pipeline.integrations.torchtitan import RunDataLoader, attach_run
+from dlac_pipeline.extensions.trainers.torchtitan import RunDataLoader, attach_run
 
 IGNORE_INDEX = -100
 

@@ -1,0 +1,1 @@
+"""Adapters for trainers: Accelerate, Hugging Face, Lightning, torchtitan."""
