@@ -10,8 +10,8 @@ from threading import Barrier
 
 import pytest
 
-from dlac_pipeline.checkpoint.engines.deepspeed_state import _recorder
 from dlac_pipeline.checkpoint.store import Tiers
+from dlac_pipeline.extensions.deepspeed.deepspeed_state import _recorder
 from dlac_pipeline.lakehouse.durable_io import write_durably
 from dlac_pipeline.lakehouse.errors import StoreUnavailable
 from dlac_pipeline.lakehouse.iceberg.file_io import DurableFileIO

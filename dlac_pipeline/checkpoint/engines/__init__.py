@@ -8,10 +8,10 @@ from typing import Any
 
 from torch.nn import Module
 
-from dlac_pipeline.checkpoint.engines.deepspeed_state import DeepSpeedState, skip_shared_memory_op
 from dlac_pipeline.checkpoint.engines.engine import Engine
 from dlac_pipeline.checkpoint.engines.torch_state import TorchState
 from dlac_pipeline.checkpoint.engines.trainer_files import TrainerFiles
+from dlac_pipeline.extensions.deepspeed.deepspeed_state import DeepSpeedState, skip_shared_memory_op
 from dlac_pipeline.lakehouse.errors import ScriptInvalid, SpecInvalid
 
 __all__ = ["Engine", "TorchState", "TrainerFiles", "adapt", "skip_shared_memory_op"]

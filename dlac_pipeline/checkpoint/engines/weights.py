@@ -7,12 +7,12 @@ from pathlib import Path
 
 import torch
 
-from dlac_pipeline.checkpoint.engines.deepspeed_state import DeepSpeedState, moments_in, safe_classes, to_universal
 from dlac_pipeline.checkpoint.engines.distributed_state import DistributedState
 from dlac_pipeline.checkpoint.engines.model_names import WRAPPERS, unwrapped_name
 from dlac_pipeline.checkpoint.engines.safe_load import load_tensors, only_tensors
 from dlac_pipeline.checkpoint.engines.shards import ShardReader, whole_tensors
 from dlac_pipeline.checkpoint.engines.torch_state import TorchState
+from dlac_pipeline.extensions.deepspeed.deepspeed_state import DeepSpeedState, moments_in, safe_classes, to_universal
 from dlac_pipeline.lakehouse.errors import CheckpointError
 
 Weights = dict[str, torch.Tensor]

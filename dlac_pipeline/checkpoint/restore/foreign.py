@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from dlac_pipeline.checkpoint.engines.deepspeed_state import DeepSpeedState, safe_classes
 from dlac_pipeline.checkpoint.engines.distributed_state import DistributedState
 from dlac_pipeline.checkpoint.engines.safe_load import load_tensors, only_tensors
 from dlac_pipeline.checkpoint.engines.shards import INDEX, PlainSavePlanner, ShardWriter, box
@@ -28,6 +27,7 @@ from dlac_pipeline.checkpoint.engines.torch_state import TorchState
 from dlac_pipeline.checkpoint.engines.weights import WEIGHTS_FILE, WEIGHTS_INDEX
 from dlac_pipeline.checkpoint.stage.copies import Write
 from dlac_pipeline.checkpoint.store import MANIFEST
+from dlac_pipeline.extensions.deepspeed.deepspeed_state import DeepSpeedState, safe_classes
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 
 _RANK = re.compile(r"zero_pp_rank_(\d+)_")
