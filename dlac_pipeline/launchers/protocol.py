@@ -23,7 +23,7 @@ from dlac_pipeline.supervise.ranks.rank_starter import RankStarter
 from dlac_pipeline.supervise.supervisor import Supervisor
 
 if TYPE_CHECKING:
-    from dlac_pipeline.launchers.cluster_job import ClusterJob
+    from dlac_pipeline.extensions.clusters.cluster_job import ClusterJob
 
 Launcher: TypeAlias = "Supervisor | ClusterJob"
 """Runs one request, by `run`. From any thread, `stop` asks for an orderly end of the run, and `leave` of this node's part."""
@@ -119,9 +119,9 @@ def render_job(request: Request) -> str:
 
 
 def _cluster_job(request: Request, on_event: Callable[[Event], None]) -> "ClusterJob":
-    from dlac_pipeline.launchers.cluster_job import ClusterJob
-    from dlac_pipeline.launchers.kubernetes import Kubernetes
-    from dlac_pipeline.launchers.slurm import Slurm
+    from dlac_pipeline.extensions.clusters.cluster_job import ClusterJob
+    from dlac_pipeline.extensions.clusters.kubernetes import Kubernetes
+    from dlac_pipeline.extensions.clusters.slurm import Slurm
 
     check_cluster(request.spec)
     return ClusterJob(request, Slurm() if request.spec.launch.on == "slurm" else Kubernetes(request), on_event)

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from dlac_pipeline.extensions.clusters.cluster_job import ClusterJob
+from dlac_pipeline.extensions.clusters.kubernetes import Kubernetes
 from dlac_pipeline.lakehouse.errors import ClusterRefused, TrainingFailed
-from dlac_pipeline.launchers.cluster_job import ClusterJob
-from dlac_pipeline.launchers.kubernetes import Kubernetes
 from dlac_pipeline.spec.job_spec import parse_spec
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.supervisor import Outcome

@@ -15,10 +15,10 @@ import psutil
 import pytest
 import yaml
 
+from dlac_pipeline.extensions.clusters.cluster_job import ClusterJob
+from dlac_pipeline.extensions.clusters.slurm import PREFERS_S, Slurm
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow
-from dlac_pipeline.launchers.cluster_job import ClusterJob
-from dlac_pipeline.launchers.slurm import PREFERS_S, Slurm
 from dlac_pipeline.spec.job_spec import parse_spec
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.supervisor import Outcome

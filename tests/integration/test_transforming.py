@@ -134,7 +134,7 @@ def test_a_changed_transform_is_refused(arena: Arena, script: str) -> None:
     "program",
     [
         "dlac_pipeline.launchers.supervisor_process",
-        "dlac_pipeline.launchers.node_process",
+        "dlac_pipeline.extensions.clusters.node_process",
     ],
 )
 def test_what_a_transform_prints_is_no_event(arena: Arena, tmp_path: Path, program: str) -> None:

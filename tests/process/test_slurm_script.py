@@ -41,7 +41,7 @@ def test_slurm_script_asks_for_range() -> None:
     words = shlex.split(srun)
     assert {"--ntasks-per-node=1", "--ntasks=$SLURM_JOB_NUM_NODES", "--cpus-per-task=8", "--no-kill"} <= set(words)
     assert {"--wait=0", "--kill-on-bad-exit=0", "--open-mode=append"} <= set(words)
-    assert words[-3:] == ["python3", "-m", "dlac_pipeline.launchers.node_process"]
+    assert words[-3:] == ["python3", "-m", "dlac_pipeline.extensions.clusters.node_process"]
     assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
+from dlac_pipeline.extensions.clusters.node_process import for_node
 from dlac_pipeline.lakehouse.errors import BadInput, SpecInvalid
 from dlac_pipeline.launchers import protocol
-from dlac_pipeline.launchers.node_process import for_node
 from dlac_pipeline.launchers.protocol import launcher_for, render_job
 from dlac_pipeline.spec.job_spec import parse_spec
 from dlac_pipeline.spec.launch_request import Request, pack, unpack
@@ -105,7 +105,7 @@ def test_pods_get_time_to_checkpoint() -> None:
     assert (pod["terminationGracePeriodSeconds"], pod["restartPolicy"]) == (100, "Never")
     assert (pod["serviceAccountName"], pod["nodeSelector"]) == ("trainer", {"pool": "h100"})
     (container,) = pod["containers"]
-    assert container["command"] == ["python3", "-m", "dlac_pipeline.launchers.node_process"]
+    assert container["command"] == ["python3", "-m", "dlac_pipeline.extensions.clusters.node_process"]
     expected = {"cpu": "8", "memory": "64000M", "nvidia.com/gpu": "4"}
     assert container["resources"] == {"limits": expected, "requests": expected}
 

@@ -11,12 +11,12 @@ import pytest
 import yaml
 
 from dlac_pipeline.checkpoint.commit.local_copies import holders_of, node_name, nodes_with_newest
+from dlac_pipeline.extensions.clusters import slurm
+from dlac_pipeline.extensions.clusters.cluster_job import ClusterJob
+from dlac_pipeline.extensions.clusters.kubernetes import Kubernetes
+from dlac_pipeline.extensions.clusters.slurm import Slurm
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, CheckpointRow
-from dlac_pipeline.launchers import slurm
-from dlac_pipeline.launchers.cluster_job import ClusterJob
-from dlac_pipeline.launchers.kubernetes import Kubernetes
-from dlac_pipeline.launchers.slurm import Slurm
 from dlac_pipeline.spec.launch_request import Request
 from tests.cluster import COMPLETED, GOOD, Scripted, cluster_request
 from tests.conftest import Arena

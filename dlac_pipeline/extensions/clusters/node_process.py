@@ -1,4 +1,4 @@
-"""The process on each node of a cluster job: `python -m dlac_pipeline.launchers.node_process`. It supervises the node's ranks.
+"""The process on each node of a cluster job: `python -m dlac_pipeline.extensions.clusters.node_process`. It supervises the node's ranks.
 
 The request is in the environment. Standard output has one event per line of JSON, and standard error all else. SIGTERM makes the
 node exit after a checkpoint. Exit status: 0 if the run is finished, UNFINISHED_EXIT_CODE if not, or that of the error.
@@ -12,14 +12,14 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 
+from dlac_pipeline.extensions.clusters.serve import report_error, run_and_report
+from dlac_pipeline.extensions.clusters.slurm import Slurm
 from dlac_pipeline.lakehouse.errors import DlacError, SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import ClaimRow
 from dlac_pipeline.launchers.orchestrator import keep_events_apart, on_ending_signals, report
 from dlac_pipeline.launchers.protocol import FIRST_NODE_VARIABLE, KEY_FILE_VARIABLE, UNFINISHED_EXIT_CODE
-from dlac_pipeline.launchers.serve import report_error, run_and_report
-from dlac_pipeline.launchers.slurm import Slurm
 from dlac_pipeline.spec.launch_request import Request, unpack
 from dlac_pipeline.supervise.claims import to_replace
 from dlac_pipeline.supervise.supervisor import Supervisor

@@ -1,0 +1,1 @@
+"""Launchers of clusters: Slurm and Kubernetes."""
