@@ -42,8 +42,8 @@ from benchmarks.figures import Figure, report
 from benchmarks.per_step_lab.journal import LIGHTHOUSE, PHASES, GroupJournal, order_file, read_lines
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.elastic.ranks.addresses import free_port
-from dlac_pipeline.elastic.ranks.replicas import read_lighthouse
 from dlac_pipeline.extensions.loader_check.tables import Lake
+from dlac_pipeline.extensions.replicas.rank import read_lighthouse
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 
-from dlac_pipeline.elastic.lighthouse import make_server
+from dlac_pipeline.extensions.replicas.lighthouse import make_server
 
 if __name__ == "__main__":
     server = make_server(port=int(sys.argv[1]), stragglers_s=60.0)

@@ -24,7 +24,7 @@ _LOG_BYTES = 2**20
 """Size from which a log of earlier launches is started again."""
 _ENDS_WITHIN_S = 5.0
 _POLL_S = 0.01
-_OF_REPLICAS = ("torchft", "dlac_pipeline.train.replicas.run")
+_OF_REPLICAS = ("torchft", "dlac_pipeline.extensions.replicas.run")
 """Modules that the ranks of a job with replica groups import."""
 _NO_THREADS = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 """Variables that keep imports from beginning threads: OpenBLAS would, and so would CUDA's driver when it is asked for devices."""

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+from dlac_pipeline.extensions.replicas.replica_ranks import Rejoined, ReplicaRanks
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.recoveries import Recovery, recoveries_of, write_recovery
@@ -23,7 +24,6 @@ from dlac_pipeline.supervise.liveness.heartbeat import Phase, RankHeartbeat, rea
 from dlac_pipeline.supervise.policies.stragglers import Stragglers
 from dlac_pipeline.supervise.ranks.local_ranks import RankGroup
 from dlac_pipeline.supervise.ranks.rank_events import Event
-from dlac_pipeline.supervise.ranks.replica_ranks import Rejoined, ReplicaRanks
 from dlac_pipeline.supervise.recovery_recorder import RecoveryRecorder
 
 _CHOICES = (ClaimRow, QuarantinedCheckpointRow)

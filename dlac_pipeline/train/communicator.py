@@ -9,7 +9,7 @@ import torch.distributed as dist
 from dlac_pipeline.checkpoint.collectives import RankTree
 from dlac_pipeline.checkpoint.step_sync import StepSyncs, Syncs
 from dlac_pipeline.elastic.ranks.process_group import join, serve_group_store
-from dlac_pipeline.elastic.ranks.replicas import first_rank
+from dlac_pipeline.extensions.replicas.rank import first_rank
 from dlac_pipeline.read.reader import Exchange, Waits, summing_over
 
 _GROUP_TIMEOUT_S = 86_400.0

@@ -66,7 +66,7 @@ def training_run(spec: str | Path | None = None, *, takeover: bool = False) -> "
 
 
 def _replica_run() -> "type[TrainingRun]":
-    from dlac_pipeline.train.replicas.run import ReplicaRun  # imports this module
+    from dlac_pipeline.extensions.replicas.run import ReplicaRun  # imports this module
 
     return ReplicaRun
 

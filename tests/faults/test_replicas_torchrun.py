@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from dlac_pipeline.audit.audit import audit_run
-from dlac_pipeline.elastic.ranks.replicas import is_held, read_lighthouse
+from dlac_pipeline.extensions.replicas.rank import is_held, read_lighthouse
 from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
 from dlac_pipeline.lakehouse.ledger.typed_rows import ClaimRow, MembershipRow
 from tests.conftest import PROGRAMS, wait_until

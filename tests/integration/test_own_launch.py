@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from dlac_pipeline.checkpoint.collectives import RankTree
-from dlac_pipeline.elastic.ranks.replicas import GROUP_VARIABLE, is_dead
+from dlac_pipeline.extensions.replicas import own_launch
+from dlac_pipeline.extensions.replicas.own_launch import OwnLaunch
+from dlac_pipeline.extensions.replicas.rank import GROUP_VARIABLE, is_dead
 from dlac_pipeline.lakehouse.errors import RunBusy, SpecInvalid, TrainingFailed
 from dlac_pipeline.lakehouse.ledger.typed_rows import ClaimRow
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.supervise.liveness.heartbeat import HeartbeatFile, Phase
 from dlac_pipeline.supervise.liveness.run_lock import run_lock
 from dlac_pipeline.supervise.ranks.rank_events import EventWriter
-from dlac_pipeline.train.replicas import own_launch
-from dlac_pipeline.train.replicas.own_launch import OwnLaunch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from dlac_pipeline.extensions.replicas.share_reader import ShareReader
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.plan.legs.choice import first_leg
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.plan.planner import make_plan
 from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.read.opening.open_leg import OpenLeg, open_leg
-from dlac_pipeline.read.share_reader import ShareReader
 from dlac_pipeline.spec.job_spec import OrderSpec, SequenceSpec, SourceSpec
 
 if TYPE_CHECKING:

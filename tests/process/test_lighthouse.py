@@ -13,9 +13,9 @@ from typing import Any
 import psutil
 import pytest
 
-from dlac_pipeline.elastic import lighthouse
-from dlac_pipeline.elastic.lighthouse import Lighthouse
-from dlac_pipeline.elastic.ranks.replicas import read_lighthouse
+from dlac_pipeline.extensions.replicas import lighthouse
+from dlac_pipeline.extensions.replicas.lighthouse import Lighthouse
+from dlac_pipeline.extensions.replicas.rank import read_lighthouse
 from tests.conftest import wait_until
 from tests.process.test_launch import spec_of
 from tests.unit.test_connect import serve_status

@@ -32,10 +32,10 @@ from torch.distributed.fsdp import fully_shard
 
 import dlac_pipeline as dlac
 from dlac_pipeline.checkpoint.commit import coordinator
-from dlac_pipeline.elastic.ranks.replicas import REJOINS_VARIABLE, read_lighthouse
+from dlac_pipeline.extensions.replicas.peers import StateServer
+from dlac_pipeline.extensions.replicas.rank import REJOINS_VARIABLE, read_lighthouse
 from dlac_pipeline.lakehouse.ledger import commits
 from dlac_pipeline.supervise.liveness.heartbeat import Phase, RankHeartbeat, read_heartbeat
-from dlac_pipeline.train.replicas.peers import StateServer
 
 UNDER_TORCHRUN = "DLAC_LAUNCH" not in os.environ
 RESTARTED = UNDER_TORCHRUN and os.environ["TORCHELASTIC_RESTART_COUNT"] != "0"

@@ -16,9 +16,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from dlac_pipeline.checkpoint.collectives import RankTree
-from dlac_pipeline.checkpoint.engines.torchft_state import TorchFTState
 from dlac_pipeline.checkpoint.step_sync import StepSync
-from dlac_pipeline.elastic.ranks.replicas import (
+from dlac_pipeline.extensions.replicas.checkpointing import GroupSyncs, ReplicaCheckpointing
+from dlac_pipeline.extensions.replicas.group import GroupLaunch, ReplicaGroup
+from dlac_pipeline.extensions.replicas.rank import (
     has_held,
     has_reached,
     hold_group,
@@ -28,13 +29,12 @@ from dlac_pipeline.elastic.ranks.replicas import (
     write_lighthouse,
     write_reached,
 )
+from dlac_pipeline.extensions.replicas.torchft_state import TorchFTState
 from dlac_pipeline.lakehouse.errors import CursorMismatch, RunBusy, ScriptInvalid, TrainingFailed
 from dlac_pipeline.spec.job_spec import parse_spec
 from dlac_pipeline.track.tracker import ReaderStateTracker
 from dlac_pipeline.train.checkpoint_policy import CheckpointPolicy
 from dlac_pipeline.train.open_attempt import OpenAttempt
-from dlac_pipeline.train.replicas.checkpointing import GroupSyncs, ReplicaCheckpointing
-from dlac_pipeline.train.replicas.group import GroupLaunch, ReplicaGroup
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -384,7 +384,7 @@ def test_group_without_supervisor_lives_while_it_holds_its_lock(
     assert is_held(tmp_path, 1)
     assert has_reached(tmp_path, 1, LIGHTHOUSE)
     assert not is_dead(tmp_path, 1)
-    monkeypatch.setattr("dlac_pipeline.elastic.ranks.replicas._HELD_WITHIN_S", 0.1)
+    monkeypatch.setattr("dlac_pipeline.extensions.replicas.rank._HELD_WITHIN_S", 0.1)
     with pytest.raises(RunBusy, match=rf"REPLICA_GROUP_ID=1, found another one alive \(process {os.getpid()}\)"):
         hold_group(tmp_path, 1)
     os.close(held)

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from dlac_pipeline.elastic.ranks.launch_folder import reason_file
+from dlac_pipeline.extensions.replicas.replica_ranks import ReplicaRanks
 from dlac_pipeline.lakehouse.errors import TrainingFailed
 from dlac_pipeline.spec.launch_spec import LaunchSpec
 from dlac_pipeline.supervise.failure import HangDetector
 from dlac_pipeline.supervise.liveness.heartbeat import HeartbeatFile, Phase, Spent, read_heartbeat
-from dlac_pipeline.supervise.ranks.replica_ranks import ReplicaRanks
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -22,8 +22,8 @@ from typing import Any, NoReturn
 from setproctitle import getproctitle, setproctitle
 
 from dlac_pipeline.elastic.ranks.launch_folder import log_file, pid_file, reason_file
-from dlac_pipeline.elastic.ranks.replicas import GROUP_VARIABLE, first_rank
 from dlac_pipeline.elastic.ranks.script_errors import describe_exception, text_of
+from dlac_pipeline.extensions.replicas.rank import GROUP_VARIABLE, first_rank
 from dlac_pipeline.lakehouse.errors import DlacError, ScriptInvalid, error_kind
 from dlac_pipeline.lakehouse.masking import mask_secrets, mask_setting, note_secrets
 

@@ -22,7 +22,7 @@ from setproctitle import setproctitle
 from dlac_pipeline.elastic import fork_server
 from dlac_pipeline.elastic.ranks.addresses import LOOPBACK
 from dlac_pipeline.elastic.ranks.rank import end_with_supervisor, held_signals, without_main_module
-from dlac_pipeline.elastic.ranks.replicas import limit_s, read_lighthouse, write_lighthouse
+from dlac_pipeline.extensions.replicas.rank import limit_s, read_lighthouse, write_lighthouse
 from dlac_pipeline.lakehouse.errors import SpecInvalid, TrainingFailed
 from dlac_pipeline.spec.job_spec import JobSpec
 

@@ -4,13 +4,13 @@ from functools import partial
 
 import psutil
 
+from dlac_pipeline.extensions.replicas.replica_ranks import Rejoined
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.launch_request import OPERATOR
 from dlac_pipeline.supervise.incident import recovery_of_group, rejoined_event
 from dlac_pipeline.supervise.liveness.heartbeat import RankHeartbeat
 from dlac_pipeline.supervise.ranks.rank_events import EventWriter
-from dlac_pipeline.supervise.ranks.replica_ranks import Rejoined
 from dlac_pipeline.supervise.recovery_recorder import RecoveryRecorder
 from dlac_pipeline.train.own_reports import was_restarted
 

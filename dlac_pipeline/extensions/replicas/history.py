@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dlac_pipeline.train.replicas.group import Reduced
+from dlac_pipeline.extensions.replicas.group import Reduced
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,7 +20,7 @@ from torch.distributed import ReduceOp
 from dlac_pipeline.checkpoint.step_sync import NOTICES, RankReport
 from dlac_pipeline.elastic.ranks.addresses import LOOPBACK
 from dlac_pipeline.elastic.ranks.process_group import serve_store
-from dlac_pipeline.elastic.ranks.replicas import (
+from dlac_pipeline.extensions.replicas.rank import (
     HANG_MARGIN_S,
     LighthouseProcess,
     has_reached,
@@ -28,8 +28,8 @@ from dlac_pipeline.elastic.ranks.replicas import (
     read_lighthouse,
     write_reached,
 )
+from dlac_pipeline.extensions.replicas.share_reader import Share
 from dlac_pipeline.lakehouse.errors import ScriptInvalid, TrainingFailed
-from dlac_pipeline.read.share_reader import Share
 from dlac_pipeline.supervise.liveness.heartbeat import Phase, read_heartbeat
 from dlac_pipeline.train.communicator import Communicator
 
@@ -300,7 +300,7 @@ class ReplicaGroup:
     def _make_manager(self, state: State, port: int) -> Any:
         from torchft import Manager  # optional
 
-        from dlac_pipeline.train.replicas.peers import Peers, StateServer
+        from dlac_pipeline.extensions.replicas.peers import Peers, StateServer
 
         limit = timedelta(seconds=self._limit_s)
         self._peers = Peers(timeout=timedelta(seconds=_CONNECT_S))

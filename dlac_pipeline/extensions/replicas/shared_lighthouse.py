@@ -1,6 +1,6 @@
 """Lighthouse of replica groups without a supervisor. Each group watches it, and starts another one when none runs.
 
-    python -m dlac_pipeline.elastic.shared_lighthouse FOLDER RUN GROUPS STRAGGLERS_S
+    python -m dlac_pipeline.extensions.replicas.shared_lighthouse FOLDER RUN GROUPS STRAGGLERS_S
 
 Its process has a lock, so there is one at a time. It belongs to no group, and ends once all groups have.
 """
@@ -19,8 +19,8 @@ from pathlib import Path
 import psutil
 from setproctitle import setproctitle
 
-from dlac_pipeline.elastic.lighthouse import address_of, answers, make_server, start_limit_s
-from dlac_pipeline.elastic.ranks.replicas import is_held, limit_s, lock_at_once, read_lighthouse, write_lighthouse
+from dlac_pipeline.extensions.replicas.lighthouse import address_of, answers, make_server, start_limit_s
+from dlac_pipeline.extensions.replicas.rank import is_held, limit_s, lock_at_once, read_lighthouse, write_lighthouse
 from dlac_pipeline.spec.job_spec import JobSpec
 
 _log = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class LighthouseWatch:
             facts = [str(self._folder), self._spec.run, str(launch.replicas), str(limit_s(launch))]
             with (self._folder / "lighthouse.log").open("ab") as log:
                 self._process = process = subprocess.Popen(
-                    [sys.executable, "-m", "dlac_pipeline.elastic.shared_lighthouse", *facts],
+                    [sys.executable, "-m", "dlac_pipeline.extensions.replicas.shared_lighthouse", *facts],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,

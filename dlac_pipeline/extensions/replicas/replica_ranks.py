@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from dlac_pipeline.elastic.lighthouse import Lighthouse
 from dlac_pipeline.elastic.ranks.launch_folder import reason_file
 from dlac_pipeline.elastic.ranks.processes import Processes, RankProcesses
-from dlac_pipeline.elastic.ranks.replicas import mark_dead
+from dlac_pipeline.extensions.replicas.lighthouse import Lighthouse
+from dlac_pipeline.extensions.replicas.rank import mark_dead
 from dlac_pipeline.lakehouse.errors import DlacError, TrainingFailed, error_class
 from dlac_pipeline.spec.launch_spec import LaunchSpec
 from dlac_pipeline.supervise.liveness.heartbeat import HeartbeatFile, Phase, RankHeartbeat, read_heartbeat

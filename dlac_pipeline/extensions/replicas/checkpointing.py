@@ -9,9 +9,11 @@ from typing import Any
 import torch
 
 from dlac_pipeline.checkpoint.engines import adapt
-from dlac_pipeline.checkpoint.engines.torchft_state import TorchFTState
 from dlac_pipeline.checkpoint.manager import Committed
 from dlac_pipeline.checkpoint.step_sync import RankReport, StepSync, Syncs
+from dlac_pipeline.extensions.replicas.group import ReplicaGroup
+from dlac_pipeline.extensions.replicas.history import StepHistory
+from dlac_pipeline.extensions.replicas.torchft_state import TorchFTState
 from dlac_pipeline.lakehouse.errors import HeadMoved, ScriptInvalid
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, fence_of_rows
@@ -19,8 +21,6 @@ from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, LedgerRow, Mem
 from dlac_pipeline.supervise.choose_leg import leg_of
 from dlac_pipeline.supervise.liveness.heartbeat import Phase
 from dlac_pipeline.train.checkpointing import Checkpointing
-from dlac_pipeline.train.replicas.group import ReplicaGroup
-from dlac_pipeline.train.replicas.history import StepHistory
 
 _log = logging.getLogger(__name__)
 

@@ -15,20 +15,20 @@ from typing import Any
 import torch
 
 from dlac_pipeline.checkpoint.rng import seed_rng
-from dlac_pipeline.elastic.ranks.replicas import REJOINS_VARIABLE, limit_s
+from dlac_pipeline.extensions.replicas.checkpointing import GroupSyncs, ReplicaCheckpointing
+from dlac_pipeline.extensions.replicas.group import GroupLaunch, ReplicaGroup
+from dlac_pipeline.extensions.replicas.own_group import take_own_group
+from dlac_pipeline.extensions.replicas.own_launch import OwnLaunch
+from dlac_pipeline.extensions.replicas.rank import REJOINS_VARIABLE, limit_s
+from dlac_pipeline.extensions.replicas.share_reader import Share, ShareReader
 from dlac_pipeline.lakehouse.errors import ScriptInvalid, TrainingFailed
 from dlac_pipeline.plan.slots import groups_of_slots, slots_of
 from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.read.opening.open_leg import OpenLeg
-from dlac_pipeline.read.share_reader import Share, ShareReader
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.liveness.heartbeat import Phase
 from dlac_pipeline.train.checkpointing import Checkpointing
 from dlac_pipeline.train.open_attempt import OpenAttempt, open_attempt
-from dlac_pipeline.train.replicas.checkpointing import GroupSyncs, ReplicaCheckpointing
-from dlac_pipeline.train.replicas.group import GroupLaunch, ReplicaGroup
-from dlac_pipeline.train.replicas.own_group import take_own_group
-from dlac_pipeline.train.replicas.own_launch import OwnLaunch
 from dlac_pipeline.train.training_run import TrainingRun
 
 

@@ -2,9 +2,9 @@
 
 import os
 
-from dlac_pipeline.elastic.lighthouse import check_torchft
 from dlac_pipeline.elastic.ranks.environment import defaults_of
-from dlac_pipeline.elastic.ranks.replicas import GROUP_VARIABLE, OWN_GROUP_VARIABLE
+from dlac_pipeline.extensions.replicas.lighthouse import check_torchft
+from dlac_pipeline.extensions.replicas.rank import GROUP_VARIABLE, OWN_GROUP_VARIABLE
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.spec.job_spec import JobSpec
 

@@ -15,8 +15,11 @@ from pathlib import Path
 
 import psutil
 
-from dlac_pipeline.elastic.ranks.replicas import GROUP_VARIABLE, has_held, mark_dead
-from dlac_pipeline.elastic.shared_lighthouse import LighthouseWatch
+from dlac_pipeline.extensions.replicas.group import GroupLaunch
+from dlac_pipeline.extensions.replicas.group_locks import GroupLocks
+from dlac_pipeline.extensions.replicas.own_rejoin import OwnRejoin
+from dlac_pipeline.extensions.replicas.rank import GROUP_VARIABLE, has_held, mark_dead
+from dlac_pipeline.extensions.replicas.shared_lighthouse import LighthouseWatch
 from dlac_pipeline.lakehouse.errors import Preempted, RunFinished, SpecInvalid, TrainingFailed
 from dlac_pipeline.lakehouse.ledger.older_ledger import LedgerWatch
 from dlac_pipeline.plan.plan import Plans
@@ -27,9 +30,6 @@ from dlac_pipeline.supervise.ranks.rank_events import EVENTS_FILE, EventWriter, 
 from dlac_pipeline.supervise.ranks.start_ranks import write_resume_point, write_spec
 from dlac_pipeline.train.communicator import Communicator
 from dlac_pipeline.train.own_reports import was_restarted
-from dlac_pipeline.train.replicas.group import GroupLaunch
-from dlac_pipeline.train.replicas.group_locks import GroupLocks
-from dlac_pipeline.train.replicas.own_rejoin import OwnRejoin
 from dlac_pipeline.train.startup import (
     LAUNCHED_VARIABLE,
     await_resume_point,
