@@ -1,7 +1,8 @@
-"""The process on each node of a cluster job: `python -m dlac_pipeline.extensions.clusters.node_process`. It supervises the node's ranks.
+"""The process on each node of a cluster job, which supervises the node's ranks.
 
-The request is in the environment. Standard output has one event per line of JSON, and standard error all else. SIGTERM makes the
-node exit after a checkpoint. Exit status: 0 if the run is finished, UNFINISHED_EXIT_CODE if not, or that of the error.
+It is `python -m dlac_pipeline.extensions.clusters.node_process`. The request is in the environment. Standard output has one event
+per line of JSON, and standard error all else. SIGTERM makes the node exit after a checkpoint. Exit status: 0 if the run is
+finished, UNFINISHED_EXIT_CODE if not, or that of the error.
 """
 
 import os

@@ -1,1 +1,0 @@
-"""Connections to other systems: the loops of other trainers, and listeners of a run's events."""
