@@ -16,19 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from tests.conftest import PROGRAMS
+from tests.installed import install_distribution
 
 STRANGERS = {"records": "Records", "raises": "Raises", "slow": "Slow", "hangs": "Hangs", "holds_lock": "HoldsLock"}
 
 
 def install_strangers(folder: Path) -> Path:
     """Make a folder for PYTHONPATH in which a distribution has listeners as entry points."""
-    (folder / "strange_listeners.py").write_text((PROGRAMS / "strange_listeners.py").read_text())
-    about = folder / "strange_listeners-1.0.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: strange-listeners\nVersion: 1.0\n")
+    source = (PROGRAMS / "strange_listeners.py").read_text()
     points = [f"{name} = strange_listeners:{kind}" for name, kind in STRANGERS.items()]
-    (about / "entry_points.txt").write_text("\n".join(["[dlac.listeners]", *points, ""]))
-    return folder
+    return install_distribution(folder, "strange-listeners", {"strange_listeners": source}, {"dlac.listeners": points})
 
 
 def read_wandb_records(path: Path) -> Iterator[bytes]:

@@ -1,0 +1,64 @@
+"""Doors of the core: entry point groups through which extensions enter. The core imports no extension by its module's name.
+
+An extension of this distribution and one of another distribution are registered in the same way, in `pyproject.toml`:
+
+    [project.entry-points."dlac.launchers"]
+    slurm = "dlac_pipeline.extensions.clusters.slurm:Slurm"
+    kubernetes = "dlac_pipeline.extensions.clusters.kubernetes:Kubernetes [cluster]"
+
+The word in brackets is the extra of the distribution that installs the packages which the extension imports.
+"""
+
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from dlac_pipeline.lakehouse.errors import BadInput
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """One entry point group. Nothing is imported before `load`."""
+
+    group: str
+    """Name of the group: "dlac.launchers"."""
+    noun: str
+    """Kind of the entries in messages: "launcher"."""
+
+    def points(self) -> dict[str, EntryPoint]:
+        """Return the name of each installed entry -> its entry point, sorted by name."""
+        found = entry_points(group=self.group)
+        return {point.name: point for point in sorted(found, key=lambda point: (point.name, point.value))}
+
+    def find(self, name: str, *, setting: str, others: tuple[str, ...] = ()) -> EntryPoint:
+        """Return the entry point of a name that `setting` has. `others`: names that the core knows itself.
+
+        Raise `BadInput` if no entry has the name, or two distributions have one.
+        """
+        named = {(point.value, point.dist and point.dist.name) for point in entry_points(group=self.group, name=name)}
+        if len(named) > 1:
+            values = sorted(value for value, _ in named)
+            raise BadInput(f"expected one {self.noun} {name!r}, found {values!r}: uninstall one of their distributions")
+        if named:
+            return self.points()[name]
+        known = sorted({*others, *self.points()})
+        close = get_close_matches(name, known, n=1)
+        meant = f"did you mean {close[0]!r}? Installed are" if close else "installed are"
+        raise BadInput(f"expected an installed {self.noun} in {setting}, found {name!r}: {meant} {', '.join(known)}")
+
+    def load(self, name: str, *, setting: str, others: tuple[str, ...] = ()) -> Any:
+        """Import the entry of a name that `setting` has, and return it.
+
+        Raise `BadInput` as `find` does, and if a package that the entry imports is missing or too old.
+        """
+        point = self.find(name, setting=setting, others=others)
+        try:
+            return point.load()
+        except (ImportError, AttributeError) as err:
+            raise BadInput(f"expected {setting} = {name!r} to load, found {err}: {_install(point)}") from err
+
+
+def _install(point: EntryPoint) -> str:
+    extras = f"[{','.join(point.extras)}]" if point.extras else ""
+    return f'pip install "{point.dist.name if point.dist else point.module}{extras}"'

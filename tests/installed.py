@@ -1,0 +1,21 @@
+"""Distributions of other authors for tests: a folder for PYTHONPATH with modules and entry points."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+
+def install_distribution(
+    folder: Path, name: str, modules: Mapping[str, str], points: Mapping[str, Sequence[str]]
+) -> Path:
+    """Make a distribution in `folder`, and return the folder.
+
+    `modules`: name -> source. `points`: entry point group -> lines `name = value`.
+    """
+    for module, source in modules.items():
+        (folder / f"{module}.py").write_text(source)
+    about = folder / f"{name.replace('-', '_')}-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    lines = [line for group, entries in points.items() for line in (f"[{group}]", *entries)]
+    (about / "entry_points.txt").write_text("\n".join([*lines, ""]))
+    return folder

@@ -1,0 +1,62 @@
+"""Doors: entry points of this distribution and of others, and the errors of names that nothing answers to."""
+
+from pathlib import Path
+
+import pytest
+
+from dlac_pipeline.lakehouse.doors import Door
+from dlac_pipeline.lakehouse.errors import BadInput
+from tests.installed import install_distribution
+
+_DOOR = Door("dlac.test_animals", "animal")
+
+
+@pytest.fixture
+def animals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A distribution with three animals: a good one, one whose package is missing, and one whose name is wrong."""
+    points = ["cat = zoo_cats:Cat", "owl = zoo_owls:Owl [birds]", "dog = zoo_cats:Dog"]
+    modules = {"zoo_cats": "class Cat: ...", "zoo_owls": "import feathers_that_nobody_has"}
+    monkeypatch.syspath_prepend(str(install_distribution(tmp_path, "zoo", modules, {"dlac.test_animals": points})))
+    return tmp_path
+
+
+@pytest.mark.usefixtures("animals")
+def test_entry_of_distribution_loads() -> None:
+    """An entry of any distribution is found by its name, and is imported by `load` only."""
+    assert [*_DOOR.points()] == ["cat", "dog", "owl"]
+    assert _DOOR.load("cat", setting="pet").__name__ == "Cat"
+
+
+@pytest.mark.usefixtures("animals")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "cta",
+            "expected an installed animal in pet, found 'cta': did you mean 'cat'? Installed are cat, dog, fish, owl",
+        ),
+        ("horse", "expected an installed animal in pet, found 'horse': installed are cat, dog, fish, owl"),
+        (
+            "owl",
+            "expected pet = 'owl' to load, found No module named 'feathers_that_nobody_has': pip install \"zoo[birds]\"",
+        ),
+        ("dog", "expected pet = 'dog' to load, found module 'zoo_cats' has no attribute 'Dog': pip install \"zoo\""),
+    ],
+)
+def test_missing_entry_is_named(name: str, message: str) -> None:
+    """An unknown name lists what is installed. A missing package is named with the command that installs it."""
+    with pytest.raises(BadInput) as refused:
+        _DOOR.load(name, setting="pet", others=("fish",))
+    assert str(refused.value) == message
+
+
+def test_two_entries_are_refused(animals: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name that two distributions have is no choice that the order of a path may make."""
+    second = animals / "second"
+    second.mkdir()
+    points = {"dlac.test_animals": ["cat = other_cats:Cat"]}
+    monkeypatch.syspath_prepend(
+        str(install_distribution(second, "other-zoo", {"other_cats": "class Cat: ..."}, points))
+    )
+    with pytest.raises(BadInput, match="expected one animal 'cat', found"):
+        _DOOR.find("cat", setting="pet")
