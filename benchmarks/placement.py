@@ -1,7 +1,7 @@
 """Saving by a resume on a node that has the newest checkpoint: `python -m benchmarks.placement [--quick]`.
 
 A run of one rank with a state of 300 MB (--quick: 32 MB) commits a checkpoint to an S3 server of this node. Then a launch
-claims the run and finds its resume point (`claim_and_verify`). It alternates between a node with the local copy, which the
+claims the run and finds its resume point (`start_attempt`). It alternates between a node with the local copy, which the
 launcher prefers, and one without it, like any other node. A forwarder before the server counts the bytes from the store. The
 server is a Python program on the same processors. Another store has other seconds and the same bytes.
 """
@@ -37,7 +37,8 @@ from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
-from dlac_pipeline.supervise.claim import ClaimRequest, claim_and_verify
+from dlac_pipeline.supervise.start.claim import ClaimRequest
+from dlac_pipeline.supervise.start.start_attempt import start_attempt
 from tests.object_store import object_store
 
 _WIDTH = 4096
@@ -149,7 +150,7 @@ def _on_other_node(home: Path, spec: JobSpec) -> JobSpec:
 
 def _resume(lakehouse: Lakehouse, spec: JobSpec, forwarder: _Forwarder) -> _Resume:
     before, started = forwarder.bytes, time.perf_counter()
-    point = claim_and_verify(Plans(lakehouse), spec, ClaimRequest())
+    point = start_attempt(Plans(lakehouse), spec, ClaimRequest())
     total_s = time.perf_counter() - started
     assert point.step == 1
     return _Resume(bytes=forwarder.bytes - before, verify_s=point.verify_s, total_s=total_s)

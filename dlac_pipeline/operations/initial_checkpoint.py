@@ -20,7 +20,8 @@ from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.read.opening.open_leg import OpenLeg, open_leg
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.supervise.claim import ClaimRequest, claim_and_verify
+from dlac_pipeline.supervise.start.claim import ClaimRequest
+from dlac_pipeline.supervise.start.start_attempt import start_attempt
 from dlac_pipeline.track.tracker import ReaderStateTracker
 
 
@@ -60,7 +61,7 @@ def begin(lakehouse: Lakehouse, spec: JobSpec, beginning: Beginning) -> str:
         Fenced: another launch claimed the run since then.
     """
     plans = Plans(lakehouse)
-    point = claim_and_verify(plans, spec, ClaimRequest(purpose=beginning.purpose))
+    point = start_attempt(plans, spec, ClaimRequest(purpose=beginning.purpose))
     opened = open_leg(plans, Leg.from_json(point.leg), spec)
     attempt = Attempt(run=spec.run, number=point.attempt, nonce=point.nonce)
     leg = AttemptLeg(attempt=attempt, leg=opened.leg, is_new=True, order=opened.order)

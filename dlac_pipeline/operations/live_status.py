@@ -19,8 +19,8 @@ from dlac_pipeline.lakehouse.ledger.recoveries import Recovery, recoveries_of
 from dlac_pipeline.lakehouse.ledger.run_rows import Fence, checkpoint_rows, claim_of, lineage_of
 from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, AdvanceRow, CheckpointRow, LedgerRow
 from dlac_pipeline.operations.status import Standing, standing_of
+from dlac_pipeline.plan.legs.committed_leg import leg_of
 from dlac_pipeline.plan.legs.leg import Leg
-from dlac_pipeline.supervise.choose_leg import leg_of
 from dlac_pipeline.supervise.claims import attempts_without_progress
 from dlac_pipeline.supervise.liveness.heartbeat import Phase, RankHeartbeat, read_heartbeats
 from dlac_pipeline.supervise.ranks.rank_events import read_total_steps

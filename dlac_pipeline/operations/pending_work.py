@@ -9,8 +9,8 @@ from dlac_pipeline.lakehouse.iceberg.snapshots import snapshot_of
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, fence_of_rows, finished_of_rows
 from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, QuarantinedCheckpointRow, RewindRow
+from dlac_pipeline.plan.legs.committed_leg import leg_of
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.supervise.choose_leg import leg_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

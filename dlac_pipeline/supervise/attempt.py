@@ -6,7 +6,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from dlac_pipeline.elastic.round import RESUME, Round
@@ -16,8 +16,6 @@ from dlac_pipeline.lakehouse.ledger.older_ledger import LedgerWatch
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.supervise.attempt_state import AttemptMachine, AttemptState, Decision, Observation
-from dlac_pipeline.supervise.choose_leg import ResumeOptions
-from dlac_pipeline.supervise.claim import ClaimRequest, ResumePoint, claim_and_verify
 from dlac_pipeline.supervise.distributed_verify import NodeVerifiers
 from dlac_pipeline.supervise.failure import (
     STOPPED_FILE,
@@ -33,6 +31,10 @@ from dlac_pipeline.supervise.ranks.all_ranks import AllRanks
 from dlac_pipeline.supervise.ranks.local_ranks import Exit
 from dlac_pipeline.supervise.ranks.rank_events import Ending, Event, EventReader, ending_of
 from dlac_pipeline.supervise.ranks.start_ranks import spec_for, start_local_ranks, write_resume_point
+from dlac_pipeline.supervise.start.claim import ClaimRequest
+from dlac_pipeline.supervise.start.resolve import ResumeOptions
+from dlac_pipeline.supervise.start.resume_point import FromMemory, ResumePoint
+from dlac_pipeline.supervise.start.start_attempt import start_attempt
 from dlac_pipeline.supervise.supervision import Supervision
 
 POLL_S = 0.05
@@ -146,7 +148,7 @@ class SupervisedAttempt:
             find_states=found.read,
         )
         point: ResumePoint = self._retry(
-            claim_and_verify,
+            start_attempt,
             self._supervision.plans,
             self._spec,
             request,
@@ -168,7 +170,7 @@ class SupervisedAttempt:
             )
         if failure is not None:
             self._monitor.incident = Incident(self._spec, point, failure)
-        return replace(point, memory_sources=found.sources_of(point))
+        return found.with_sources(point)
 
     def _resume(self, point: ResumePoint) -> None:
         """Announce the resume point to all nodes, and begin to fetch its state in memory."""
@@ -180,7 +182,7 @@ class SupervisedAttempt:
         self._supervision.publish_start(point, self._round.share, self.folder)
         for message in leg.warnings(sum(row.live_rows for row in rows), self._spec.launch.world_size):
             self._publish({"event": "warning", "message": message})
-        if point.head_damage:
+        if isinstance(point, FromMemory) and point.head_damage:
             facts = f"expected the checkpoint {point.checkpoint_id!r} to be whole, found damage: {point.head_damage}"
             self._publish(
                 {

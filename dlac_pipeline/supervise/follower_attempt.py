@@ -12,13 +12,13 @@ from dlac_pipeline.checkpoint.store import tiers_of
 from dlac_pipeline.elastic.round import LEADER, RESUME, VERDICT, Round
 from dlac_pipeline.lakehouse.ledger.commits import new_nonce
 from dlac_pipeline.supervise.attempt_state import AttemptMachine, AttemptState, Decision, Observation
-from dlac_pipeline.supervise.claim import ResumePoint
 from dlac_pipeline.supervise.distributed_verify import NodeVerifier
 from dlac_pipeline.supervise.failure import Failure, planned_end
 from dlac_pipeline.supervise.ranks.all_ranks import LEAVE, REQUESTS_REPORTS, STOP, report_of
 from dlac_pipeline.supervise.ranks.local_ranks import RankGroup
 from dlac_pipeline.supervise.ranks.rank_events import Ending, Event
 from dlac_pipeline.supervise.ranks.start_ranks import spec_for, start_local_ranks, write_resume_point
+from dlac_pipeline.supervise.start.resume_point import ResumePoint, resume_point_of
 from dlac_pipeline.supervise.supervision import Supervision
 
 _REPORT_EVERY_S = 0.2
@@ -141,7 +141,7 @@ class FollowerAttempt:
             if announced is None:
                 return
             self._verifier.close()
-            self._point = point = ResumePoint(**announced)
+            self._point = point = resume_point_of(announced)
             self._attempt = point.attempt
             memory.begin(point, self._round)
         local = None if self._has_point else memory.local_point()

@@ -17,7 +17,6 @@ from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, claim_of, l
 from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, ClaimRow, LedgerRow, QuarantinedCheckpointRow
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.launch_spec import LaunchSpec
-from dlac_pipeline.supervise.claim import ResumePoint
 from dlac_pipeline.supervise.claims import left_in_order
 from dlac_pipeline.supervise.failure import Failure, HangDetector
 from dlac_pipeline.supervise.liveness.heartbeat import Phase, RankHeartbeat, read_heartbeat, read_heartbeats
@@ -25,6 +24,7 @@ from dlac_pipeline.supervise.policies.stragglers import Stragglers
 from dlac_pipeline.supervise.ranks.local_ranks import RankGroup
 from dlac_pipeline.supervise.ranks.rank_events import Event
 from dlac_pipeline.supervise.recovery_recorder import RecoveryRecorder
+from dlac_pipeline.supervise.start.resume_point import FromMemory, ResumePoint
 
 _CHOICES = (ClaimRow, QuarantinedCheckpointRow)
 """Rows that say after which checkpoint an attempt resumes."""
@@ -144,7 +144,7 @@ class Incident:
         event = "recovered" if recovery.outcome == "resumed" else "recovery_failed"
         times = {"down_s": recovery.down_s, "recovered_s": recovery.recovered_s}
         facts = {**asdict(recovery), "failed_at": recovery.failed_at.isoformat()}
-        return {"event": event, **facts, "from_memory": self._point.memory_of > 0, **times}
+        return {"event": event, **facts, "from_memory": isinstance(self._point, FromMemory), **times}
 
 
 def replace_dead(ranks: RankGroup) -> Iterator[Event]:
@@ -237,7 +237,7 @@ def _work_lost_s(rows: Sequence[LedgerRow], point: ResumePoint, failure: Failure
         return 0.0
     row = checkpoint_rows(list(rows)).get(point.checkpoint_id or "")
     since = failure.began
-    if point.memory_of and point.memory_of == point.replaces:
+    if isinstance(point, FromMemory) and point.memory_of == point.replaces:
         since = max(since, point.memory_at)
     elif row is not None and row.attempt == point.replaces:
         since = max(since, row.committed_at.timestamp())

@@ -17,13 +17,13 @@ from dlac_pipeline.lakehouse.retrying import retrying
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.launch_request import Request
-from dlac_pipeline.supervise.claim import ResumePoint
 from dlac_pipeline.supervise.memory.node_memory import NodeMemory
 from dlac_pipeline.supervise.ranks.listener_process import ListenerProcess, describe_attempt
 from dlac_pipeline.supervise.ranks.rank_events import Event
 from dlac_pipeline.supervise.ranks.rank_starter import RankStarter
 from dlac_pipeline.supervise.recovery_recorder import RecoveryRecorder
 from dlac_pipeline.supervise.retry_policy import retry_within_s
+from dlac_pipeline.supervise.start.resume_point import ResumePoint
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

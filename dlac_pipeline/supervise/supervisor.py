@@ -13,13 +13,13 @@ from dlac_pipeline.lakehouse import errors
 from dlac_pipeline.lakehouse.iceberg.connect import check_tables_may_exist
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.attempt import Rescale, SupervisedAttempt
-from dlac_pipeline.supervise.choose_leg import ResumeOptions
 from dlac_pipeline.supervise.failure import Failure, planned_end
 from dlac_pipeline.supervise.follower_attempt import AttemptVerdict, FollowerAttempt
 from dlac_pipeline.supervise.policies.restart import RestartPolicy
 from dlac_pipeline.supervise.ranks.listener_process import ListenerProcess
 from dlac_pipeline.supervise.ranks.rank_events import Ending, Event
 from dlac_pipeline.supervise.ranks.rank_starter import RankStarter
+from dlac_pipeline.supervise.start.resolve import ResumeOptions
 from dlac_pipeline.supervise.supervision import Supervision, connect_run
 from dlac_pipeline.supervise.takeover import Takeover
 

@@ -20,8 +20,8 @@ from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.launch_spec import NODES
-from dlac_pipeline.supervise.claim import ResumePoint
 from dlac_pipeline.supervise.ranks.rank_events import EventWriter
+from dlac_pipeline.supervise.start.resume_point import FromMemory, ResumePoint
 from dlac_pipeline.train.termination_notice import Notices
 
 _log = logging.getLogger(__name__)
@@ -58,7 +58,8 @@ class CheckpointPolicy:
         """Note that training resumes here. Rank 0 looks up the cost of past checkpoints and the number of failures."""
         self._step, self._head_step = point.step, point.head_step
         self._head = point.checkpoint_id
-        if point.step > point.head_step:  # the interval has begun with the checkpoint, in an attempt before this one
+        # The interval has begun with the checkpoint, in an attempt before this one.
+        if isinstance(point, FromMemory) and point.step > point.head_step:
             self._age_s = max(0.0, time.time() - point.head_at)
         if self._rank == 0:
             settings, run, cost, failures = self._spec.checkpoint, self._spec.run, None, Failures()

@@ -24,6 +24,7 @@ from dlac_pipeline.elastic.ranks.rank import LAUNCH_VARIABLE
 from dlac_pipeline.lakehouse.errors import DlacError
 from dlac_pipeline.lakehouse.ledger.typed_rows import repeatable
 from dlac_pipeline.spec.job_spec import JobSpec
+from dlac_pipeline.supervise.start.resume_point import FromMemory
 from dlac_pipeline.track.tracker import ReaderStateTracker
 from dlac_pipeline.train.communicator import Communicator
 from dlac_pipeline.train.open_attempt import OpenAttempt
@@ -234,7 +235,7 @@ class MemorySaves:
     def _free_fetched(self) -> None:
         """Remove what was fetched of the state that the attempt resumed from, once all ranks have loaded it. Collective."""
         point, tree = self._attempt.point, self._communicator.tree
-        if point.memory_of and self._has_buddy:
+        if isinstance(point, FromMemory) and self._has_buddy:
             tree.broadcast(tree.lowest(b""))
             if self._communicator.is_first_of_node and self._run_folder is not None:
                 folder = states.attempt_folder(self._run_folder, point.attempt, point.nonce)

@@ -18,7 +18,7 @@ from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.read.opening.open_leg import OpenLeg, open_leg
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.supervise.claim import ResumePoint
+from dlac_pipeline.supervise.start.resume_point import FromMemory, ResumePoint
 from dlac_pipeline.track.tracker import ReaderStateTracker
 from dlac_pipeline.train.communicator import Communicator
 from dlac_pipeline.train.restored_state import RestoredMemory, read_memory
@@ -118,7 +118,7 @@ def open_attempt(
         order=opened.order_apart(),
         parent=point.checkpoint_id,
         parent_folder=None if point.checkpoint_id is None else folder_name_of(point.manifest_uri),
-        parent_damage=point.head_damage,
+        parent_damage=point.head_damage if isinstance(point, FromMemory) else "",
         writer=writer,
     )
     manager = CheckpointManager(

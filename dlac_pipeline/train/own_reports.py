@@ -16,13 +16,13 @@ from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.launch_request import OPERATOR
-from dlac_pipeline.supervise.claim import ResumePoint
 from dlac_pipeline.supervise.failure import failure_of_attempt, planned_end
 from dlac_pipeline.supervise.incident import Incident, RecoveryOutcome, write_given_up
 from dlac_pipeline.supervise.liveness.heartbeat import Phase
 from dlac_pipeline.supervise.liveness.heartbeat_writer import HeartbeatWriter
 from dlac_pipeline.supervise.ranks.listener_process import ListenerProcess, describe_attempt
 from dlac_pipeline.supervise.ranks.rank_events import EventWriter
+from dlac_pipeline.supervise.start.resume_point import ResumePoint
 from dlac_pipeline.train.startup import LAUNCHED_VARIABLE
 
 _log = logging.getLogger(__name__)

@@ -17,8 +17,8 @@ from dlac_pipeline.lakehouse.ledger.arrow_rows import parse_columns
 from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow
 from dlac_pipeline.plan.order import LegOrder, ReaderState, reader_state_of
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.supervise.claim import ResumePoint
-from dlac_pipeline.supervise.fetch_checkpoint import load_checkpoint
+from dlac_pipeline.supervise.start.fetch_checkpoint import load_checkpoint
+from dlac_pipeline.supervise.start.resume_point import FromMemory, ResumePoint
 
 
 class RestoredGenerators:
@@ -45,9 +45,9 @@ class RestoredMemory:
 
 def read_memory(point: ResumePoint, order: LegOrder) -> RestoredMemory | None:
     """Return what a resume point in memory has, or None. Raise `MemoryStateLost` if it is gone, or does not fit the order."""
-    if not point.memory_of:
+    if not isinstance(point, FromMemory):
         return None
-    state = read_slot(Path(str(point.folder)))
+    state = read_slot(Path(point.folder))
     trained = None if state is None or state.first.step != point.step else state.trained_since(point.head_step)
     if state is None or trained is None:
         place = f"in {point.folder!r}" if point.folder else "on this node"
@@ -87,7 +87,10 @@ def load_state(
         spent = load_checkpoint(engine, point, spec, tree, restores=restores)
     with _losing(memory.state):
         with failing_together(tree, doing="checking the state from memory"):
-            if point.world_size == tree.world_size and not rng_file(memory.state.folder, tree.rank).exists():
+            if (
+                memory.state.first.world_size == tree.world_size
+                and not rng_file(memory.state.folder, tree.rank).exists()
+            ):
                 raise MemoryStateLost(f"the random generators of rank {tree.rank} are missing")
             check_weights()
         if not check_unchanged(memory.state):

@@ -18,11 +18,13 @@ from dlac_pipeline.lakehouse.store_files import make_below
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec, home_folder, parse_recorded, parse_spec, read_spec
 from dlac_pipeline.spec.listeners_spec import check_listeners
-from dlac_pipeline.supervise.choose_leg import ResumeOptions
-from dlac_pipeline.supervise.claim import ClaimRequest, ResumePoint, claim_and_verify
 from dlac_pipeline.supervise.liveness.run_lock import run_lock
 from dlac_pipeline.supervise.ranks.start_ranks import KEEP_LAUNCHES, forget_launches
 from dlac_pipeline.supervise.retry_policy import RETRY_WITHIN_S
+from dlac_pipeline.supervise.start.claim import ClaimRequest
+from dlac_pipeline.supervise.start.resolve import ResumeOptions
+from dlac_pipeline.supervise.start.resume_point import ResumePoint, resume_point_of
+from dlac_pipeline.supervise.start.start_attempt import start_attempt
 from dlac_pipeline.train.communicator import Communicator
 
 _FIRST_LOOK_S, _LOOK_S = 0.02, 0.2
@@ -64,7 +66,7 @@ def await_resume_point(folder: Path) -> ResumePoint:
     while not path.exists():
         time.sleep(pause_s)
         pause_s = min(_LOOK_S, pause_s * 1.05)  # every rank polls, perhaps on a network file system
-    return ResumePoint.from_json(path.read_text())
+    return resume_point_of(json.loads(path.read_text()))
 
 
 def claim_run(
@@ -83,7 +85,7 @@ def claim_run(
         held.callback(LedgerWatch(plans.lakehouse).close)
         return point.to_json()
 
-    return ResumePoint.from_json(decide_on_first(communicator, spec, claim))
+    return resume_point_of(json.loads(decide_on_first(communicator, spec, claim)))
 
 
 def decide_on_first(communicator: Communicator, spec: JobSpec, decide: Callable[[], str]) -> str:
@@ -106,7 +108,7 @@ def decide_on_first(communicator: Communicator, spec: JobSpec, decide: Callable[
 
 
 def claim_now(plans: Plans, spec: JobSpec, *, from_memory: bool) -> ResumePoint:
-    """Claim the run, whose lock this process has. Raises as `claim_and_verify`."""
+    """Claim the run, whose lock this process has. Raises as `start_attempt`."""
     nonce = new_nonce()
     request = ClaimRequest(
         nonce=nonce,
@@ -114,7 +116,7 @@ def claim_now(plans: Plans, spec: JobSpec, *, from_memory: bool) -> ResumePoint:
         launch_folder=str(own_folder(spec, nonce) or ""),
         from_memory=from_memory,
     )
-    return claim_and_verify(plans, spec, request)
+    return start_attempt(plans, spec, request)
 
 
 def own_folder(spec: JobSpec, nonce: str) -> Path | None:

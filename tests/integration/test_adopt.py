@@ -35,8 +35,9 @@ from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow
 from dlac_pipeline.operations.fork import adopt_checkpoint
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.supervise.claim import ClaimRequest, claim_and_verify
 from dlac_pipeline.supervise.liveness.run_lock import run_lock
+from dlac_pipeline.supervise.start.claim import ClaimRequest
+from dlac_pipeline.supervise.start.start_attempt import start_attempt
 from tests.conftest import Arena
 from tests.engine_ranks import run_program
 from tests.integration.test_cli import dlac as dlac_command
@@ -432,8 +433,8 @@ def test_first_attempt_without_checkpoint_is_kept(arena: Arena) -> None:
     dcp_folder(arena.home / "foreign")
     foreign = foreign_checkpoint(arena.home / "foreign")
     training, begun = (arena.spec(run, world_size=1) for run in ("training", "begun"))
-    claim_and_verify(Plans(arena.lakehouse), training, ClaimRequest())
-    claim_and_verify(Plans(arena.lakehouse), begun, ClaimRequest(purpose={"purpose": "adopts", "origin": "foreign"}))
+    start_attempt(Plans(arena.lakehouse), training, ClaimRequest())
+    start_attempt(Plans(arena.lakehouse), begun, ClaimRequest(purpose={"purpose": "adopts", "origin": "foreign"}))
     with pytest.raises(SpecInvalid, match="no run named 'training' yet, found one with 0 checkpoints"):
         adopt_checkpoint(arena.lakehouse, training, foreign)
     assert [row.attempt for row in arena.rows("training", ClaimRow)] == [1]

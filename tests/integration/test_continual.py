@@ -18,8 +18,9 @@ from dlac_pipeline.operations.pending_work import due
 from dlac_pipeline.operations.rewind import rewind_run
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.supervise.claim import ClaimRequest, claim_and_verify
 from dlac_pipeline.supervise.liveness.run_lock import run_lock
+from dlac_pipeline.supervise.start.claim import ClaimRequest
+from dlac_pipeline.supervise.start.start_attempt import start_attempt
 from tests.conftest import Arena, source_rows
 from tests.dagster_runs import dagster_run
 
@@ -101,7 +102,7 @@ def test_live_manual_launch_is_left_alone(arena: Arena, home: Path, instance: dg
     arena.table(appends=(600,))
     spec = following(arena, "by-hand")
     [asked_for] = scheduled(instance)
-    claim_and_verify(Plans(arena.lakehouse), spec, ClaimRequest())
+    start_attempt(Plans(arena.lakehouse), spec, ClaimRequest())
     (Path(spec.checkpoint.local) / spec.run).mkdir(parents=True)
     with run_lock(spec.checkpoint.local, spec.run, wait_s=0.0, takeover=False):
         assert scheduled(instance) == "by-hand: it has no checkpoint yet, but launch by hand (attempt 1) trains it"

@@ -20,9 +20,10 @@ from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.spec.launch_spec import LaunchSpec
-from dlac_pipeline.supervise.claim import ClaimRequest, claim_and_verify
 from dlac_pipeline.supervise.liveness.launch_liveness import refuse_if_alive_elsewhere
 from dlac_pipeline.supervise.liveness.run_lock import run_lock
+from dlac_pipeline.supervise.start.claim import ClaimRequest
+from dlac_pipeline.supervise.start.start_attempt import start_attempt
 from dlac_pipeline.supervise.supervisor import Supervisor
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def look(arena: Arena, spec: JobSpec, *, launched_by: str = "", wait_s: float = 
 def test_live_launch_elsewhere_is_not_fenced(arena: Arena, spec: JobSpec) -> None:
     """The refusal names what was found and how long to wait; nothing is claimed."""
     with machine(arena):
-        claim_and_verify(Plans(arena.lakehouse), spec, ClaimRequest())
+        start_attempt(Plans(arena.lakehouse), spec, ClaimRequest())
     with pytest.raises(RunBusy, match=r"attempt 1 on node 'node7'.* \d+ s ago: wait 3[56]\d\d s.*--takeover"):
         Supervisor(Request(spec=spec)).run()
     assert [row.attempt for row in arena.rows("r", ClaimRow)] == [1]
@@ -83,7 +84,7 @@ def test_live_launch_elsewhere_is_not_fenced(arena: Arena, spec: JobSpec) -> Non
 def test_lost_launch_delays_nobody_else(arena: Arena, spec: JobSpec, how: str) -> None:
     """The machine was lost, a recovery names the attempt that it replaces, or a person takes the run over."""
     with machine(arena):
-        claim_and_verify(Plans(arena.lakehouse), spec, ClaimRequest())
+        start_attempt(Plans(arena.lakehouse), spec, ClaimRequest())
     if how == "lost":
         lost_after(arena, 0.01)
     asked: dict[str, dict[str, Any]] = {
@@ -98,7 +99,7 @@ def test_lost_launch_delays_nobody_else(arena: Arena, spec: JobSpec, how: str) -
 def test_wait_lasts_as_requested(arena: Arena, spec: JobSpec) -> None:
     """Until it is lost, or until who waits is told to stop."""
     with machine(arena):
-        claim_and_verify(Plans(arena.lakehouse), spec, ClaimRequest())
+        start_attempt(Plans(arena.lakehouse), spec, ClaimRequest())
     with pytest.raises(RunBusy):
         look(arena, spec, wait_s=600.0, told=True)
     lost_after(arena, 3.0)
@@ -109,7 +110,7 @@ def test_other_local_folder_is_seen_by_lock(arena: Arena, spec: JobSpec) -> None
     """While it is held; a claim with this very folder is left to the lock."""
     other = spec.model_copy(update={"checkpoint": spec.checkpoint.model_copy(update={"local": f"{arena.home}/other"})})
     (arena.home / "other" / "r").mkdir(parents=True)
-    claim_and_verify(Plans(arena.lakehouse), other, ClaimRequest())
+    start_attempt(Plans(arena.lakehouse), other, ClaimRequest())
     with run_lock(other.checkpoint.local, "r", wait_s=0.0, takeover=False):
         with pytest.raises(RunBusy, match=r"attempt 1 on this node, with the local folder '.*other'"):
             look(arena, spec)
@@ -121,14 +122,14 @@ def test_what_goes_on_by_design_is_not_refused(arena: Arena, spec: JobSpec) -> N
     """Machines that meet at one place, a cluster's job, a run that the orchestrator knows; of others only those by hand."""
     here, there = (meeting(spec, nodes="2", rendezvous=f"{place}:29400") for place in ("here", "there"))
     with machine(arena):
-        claim_and_verify(Plans(arena.lakehouse), here, ClaimRequest())
+        start_attempt(Plans(arena.lakehouse), here, ClaimRequest())
     look(arena, here)
     look(arena, meeting(spec, on="slurm"))
     for other in (spec, there):
         with pytest.raises(RunBusy):
             look(arena, other, launched_by="recovery")
     with machine(arena):
-        claim_and_verify(Plans(arena.lakehouse), spec, ClaimRequest(launched_by="dead"))
+        start_attempt(Plans(arena.lakehouse), spec, ClaimRequest(launched_by="dead"))
     look(arena, spec, launched_by="recovery")
     with pytest.raises(RunBusy):
         look(arena, spec)
@@ -142,7 +143,7 @@ def test_ended_attempt_is_not_alive(arena: Arena, spec: JobSpec) -> None:
     with pytest.raises(RunBusy):
         look(arena, spec)
     with machine(arena):
-        claim_and_verify(Plans(arena.lakehouse), spec, ClaimRequest(purpose={"purpose": "adopts", "origin": "x"}))
+        start_attempt(Plans(arena.lakehouse), spec, ClaimRequest(purpose={"purpose": "adopts", "origin": "x"}))
     look(arena, spec)
     following = arena.spec("f", world_size=1, follow="appends", passes=1, batch_size=16, every_steps=3)
     with machine(arena):
@@ -195,7 +196,7 @@ def test_commits_alone_show_life(arena: Arena, spec: JobSpec, lives: bool) -> No
 def test_clock_behind_is_watched_out(arena: Arena, spec: JobSpec) -> None:
     """The signs of a dead launch are an hour ahead: it counts as lost after the usual time of this node's own clock."""
     with machine(arena):
-        claim_and_verify(Plans(arena.lakehouse), spec, ClaimRequest())
+        start_attempt(Plans(arena.lakehouse), spec, ClaimRequest())
     lost_after(arena, 2.0)
     arena.monkeypatch.setattr("dlac_pipeline.supervise.liveness.launch_liveness.time", Clock(ahead_s=-3600.0))
     with pytest.raises(RunBusy, match="wait 2 s"):

@@ -34,7 +34,8 @@ from dlac_pipeline.operations.fork import adopt_checkpoint, fork_run
 from dlac_pipeline.operations.rewind import rewind_run
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.supervise.claim import ClaimRequest, claim_and_verify
+from dlac_pipeline.supervise.start.claim import ClaimRequest
+from dlac_pipeline.supervise.start.start_attempt import start_attempt
 from tests.conftest import Arena, source_rows, wait_until
 from tests.integration.conftest import Command
 from tests.integration.test_adopt import _Touch
@@ -162,7 +163,7 @@ def test_killed_adoption_blocks_no_certificate(arena: Arena) -> None:
     arena.table(appends=(400,))
     spec, d = small(arena, "r"), small(arena, "d")
     row = arena.train(spec)[7][0]
-    claim_and_verify(Plans(arena.lakehouse), d, ClaimRequest(purpose={"purpose": "adopts", "origin": "foreign"}))
+    start_attempt(Plans(arena.lakehouse), d, ClaimRequest(purpose={"purpose": "adopts", "origin": "foreign"}))
     erasure = Erasure(arena, [f"row_id = {row}"], spec, d)
     erasure.execute()
     arena.train(spec)

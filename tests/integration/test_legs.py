@@ -21,7 +21,8 @@ from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.plan.planner import make_plan
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.supervise.claim import ClaimRequest, claim_and_verify
+from dlac_pipeline.supervise.start.claim import ClaimRequest
+from dlac_pipeline.supervise.start.start_attempt import start_attempt
 from tests.conftest import source_rows
 
 if TYPE_CHECKING:
@@ -228,9 +229,9 @@ def test_checkpoint_before_claim_keeps_leg(arena: Arena, monkeypatch: pytest.Mon
         commit_checkpoint(ledger, attempt, checkpoint_id="c5", parent=None, rows=rows)
         return real(ledger, run, **options)
 
-    monkeypatch.setattr("dlac_pipeline.supervise.claim.claim", late_claim)
+    monkeypatch.setattr("dlac_pipeline.supervise.start.claim.claim", late_claim)
     with pytest.raises(ResumeMismatch, match="seed: committed 3, asked for 99"):
-        claim_and_verify(Plans(arena.lakehouse), other, ClaimRequest())
+        start_attempt(Plans(arena.lakehouse), other, ClaimRequest())
 
 
 def test_later_snapshot_starts_next_pass(arena: Arena) -> None:

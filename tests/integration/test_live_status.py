@@ -15,9 +15,10 @@ from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
 from dlac_pipeline.operations.live_status import LiveStatus
 from dlac_pipeline.operations.status import run_status
 from dlac_pipeline.plan.plan import Plans
-from dlac_pipeline.supervise.claim import ClaimRequest, claim_and_verify
 from dlac_pipeline.supervise.liveness.heartbeat import HeartbeatFile, Phase, Spent
 from dlac_pipeline.supervise.liveness.run_lock import run_lock
+from dlac_pipeline.supervise.start.claim import ClaimRequest
+from dlac_pipeline.supervise.start.start_attempt import start_attempt
 
 if TYPE_CHECKING:
     from tests.conftest import Arena
@@ -134,5 +135,5 @@ def claimed_again(arena: Arena, folder: Path, **named: int) -> Iterator[Path]:
     arena.train(spec, until=7)
     with run_lock(spec.checkpoint.local, "r", wait_s=0, takeover=False):
         request = ClaimRequest(nonce="n", launch_folder=str(folder), purpose=named)
-        claim_and_verify(Plans(arena.lakehouse), spec, request)
+        start_attempt(Plans(arena.lakehouse), spec, request)
         yield folder

@@ -17,8 +17,9 @@ from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.operations.status import list_runs, run_status
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.supervise.claim import ClaimRequest, claim_and_verify
 from dlac_pipeline.supervise.claims import last_spec
+from dlac_pipeline.supervise.start.claim import ClaimRequest
+from dlac_pipeline.supervise.start.start_attempt import start_attempt
 from tests.conftest import Arena
 
 
@@ -205,7 +206,7 @@ def claim_launch(arena: Arena) -> None:
     folder = arena.home / "checkpoints" / "r" / "launch-1"
     folder.mkdir(parents=True)
     (folder / "spec.json").write_text(spec.model_dump_json())
-    claim_and_verify(Plans(arena.lakehouse), spec, ClaimRequest(nonce="1", launch_folder=str(folder)))
+    start_attempt(Plans(arena.lakehouse), spec, ClaimRequest(nonce="1", launch_folder=str(folder)))
 
 
 def rewrite_spec(home: Path) -> JobSpec:

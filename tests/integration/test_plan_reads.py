@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from dlac_pipeline.lakehouse.errors import TableReplaced
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.plan.legs.choice import plan_sources
 from dlac_pipeline.plan.legs.leg import Leg
@@ -15,7 +16,9 @@ from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.read.opening.open_leg import open_leg
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.launch_request import Request
-from dlac_pipeline.supervise.claim import ClaimRequest, ResumePoint, claim_and_verify
+from dlac_pipeline.supervise.start.claim import ClaimRequest
+from dlac_pipeline.supervise.start.resume_point import ResumePoint
+from dlac_pipeline.supervise.start.start_attempt import start_attempt
 from dlac_pipeline.supervise.supervisor import Supervisor
 
 if TYPE_CHECKING:
@@ -53,7 +56,7 @@ def test_resume_reads_plan_once(arena: Arena, spec: JobSpec, reads: Counter[str]
     arena.train(spec, until=8)
     reads.clear()
     plans = Plans(arena.lakehouse)
-    point = claim_and_verify(plans, spec, ClaimRequest())
+    point = start_attempt(plans, spec, ClaimRequest())
     assert point.step > 0
     _open_and_read(plans, point, spec)
     assert (reads["plans"], reads["work_units"]) == (1, 1)
@@ -61,18 +64,44 @@ def test_resume_reads_plan_once(arena: Arena, spec: JobSpec, reads: Counter[str]
 
 def test_recovery_reads_plan_once(arena: Arena, spec: JobSpec, reads: Counter[str]) -> None:
     """A recovered attempt keeps the plan that the attempt before it had claimed."""
-    first = claim_and_verify(Plans(arena.lakehouse), spec, ClaimRequest())
+    first = start_attempt(Plans(arena.lakehouse), spec, ClaimRequest())
     reads.clear()
     plans = Plans(arena.lakehouse)
-    point = claim_and_verify(plans, spec, ClaimRequest(replaces=first.attempt))
+    point = start_attempt(plans, spec, ClaimRequest(replaces=first.attempt))
     _open_and_read(plans, point, spec)
     assert (reads["plans"], reads["work_units"]) == (1, 1)
+
+
+def test_recovery_reads_sources_last(arena: Arena, spec: JobSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recovery loads its source table once the checkpoint is known to be whole. A launch loads it before the claim."""
+    arena.train(spec, until=8)
+    done, load = list[str](), Lakehouse.load
+
+    def noted(self: Lakehouse, table: str, *args: Any, **rest: Any) -> Any:
+        done.append(table)
+        return load(self, table, *args, **rest)
+
+    monkeypatch.setattr(Lakehouse, "load", noted)
+    for request, first in ((ClaimRequest(replaces=1), "verified"), (ClaimRequest(), "src.t")):
+        done.clear()
+        start_attempt(Plans(arena.lakehouse), spec, request, verifying=lambda *facts: done.append("verified"))
+        assert next(each for each in done if each in ("verified", "src.t")) == first
+        assert {"verified", "src.t"} <= {*done}
+
+
+def test_recovery_refuses_replaced_table(arena: Arena, spec: JobSpec) -> None:
+    """A table that was dropped and created again is refused after the claim of a recovery, before any rank trains."""
+    arena.train(spec, until=8)
+    arena.lakehouse.catalog.drop_table("src.t")
+    arena.table(appends=(400,))
+    with pytest.raises(TableReplaced):
+        start_attempt(Plans(arena.lakehouse), spec, ClaimRequest(replaces=1))
 
 
 def test_new_plan_is_not_read_again(arena: Arena, spec: JobSpec, reads: Counter[str]) -> None:
     """The process that plans the sources of a new run keeps the plan. Three lookups make sure that it is written once."""
     plans = Plans(arena.lakehouse)
-    _open_and_read(plans, claim_and_verify(plans, spec, ClaimRequest()), spec)
+    _open_and_read(plans, start_attempt(plans, spec, ClaimRequest()), spec)
     assert (reads["plans"], reads["work_units"]) == (3, 0)
 
 

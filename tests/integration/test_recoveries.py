@@ -29,11 +29,11 @@ from dlac_pipeline.lakehouse.ledger.recoveries import (
 from dlac_pipeline.lakehouse.ledger.schemas import RECOVERIES
 from dlac_pipeline.lakehouse.maintenance.upkeep import MIN_FILES, run_upkeep
 from dlac_pipeline.supervise import recovery_recorder
-from dlac_pipeline.supervise.claim import ResumePoint
 from dlac_pipeline.supervise.failure import planned_end
 from dlac_pipeline.supervise.incident import AttemptMonitor, Incident
 from dlac_pipeline.supervise.liveness.heartbeat import Phase, RankHeartbeat
 from dlac_pipeline.supervise.recovery_recorder import RecoveryRecorder
+from dlac_pipeline.supervise.start.resume_point import FreshStart
 from tests.integration.test_cli import dlac
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ def end_recovery(arena: Arena, recorder: RecoveryRecorder, events: list[dict[str
     """Have a monitor observe the first new step after a failure of attempt 1."""
     for number in (1, 2):
         claim(Ledger(arena.lakehouse), "r", nonce=f"n{number}", replaces=number - 1, detail={})
-    spec, point = arena.spec("r"), ResumePoint(attempt=2, nonce="n2", leg="{}", leg_is_new=False, replaces=1)
+    spec, point = arena.spec("r"), FreshStart(attempt=2, nonce="n2", leg="{}", leg_is_new=False, replaces=1)
     monitor = AttemptMonitor(recorder, spec.launch, events.append)
     monitor.incident = Incident(spec, point, planned_end("it died", step=0))
     monitor.observe([RankHeartbeat(1, Phase.TRAINING, time.time(), 0, 0.0)] * 2)

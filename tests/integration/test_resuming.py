@@ -32,8 +32,9 @@ from dlac_pipeline.operations.rewind import rewind_run
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.plan.planner import make_plan
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.supervise.choose_leg import ResumeOptions
-from dlac_pipeline.supervise.claim import ClaimRequest, claim_and_verify
+from dlac_pipeline.supervise.start.claim import ClaimRequest
+from dlac_pipeline.supervise.start.resolve import ResumeOptions
+from dlac_pipeline.supervise.start.start_attempt import start_attempt
 from tests.conftest import source_rows
 
 if TYPE_CHECKING:
@@ -184,11 +185,11 @@ def test_early_recovery_keeps_plan(arena: Arena) -> None:
     """The source grew since: the run goes on with the snapshot that its first attempt was claimed for."""
     arena.table(appends=(100, 100))
     spec = arena.spec("early", world_size=1)
-    first = claim_and_verify(Plans(arena.lakehouse), spec, ClaimRequest())
+    first = start_attempt(Plans(arena.lakehouse), spec, ClaimRequest())
     arena.lakehouse.load("src.t").append(source_rows(200, 100))
-    second = claim_and_verify(Plans(arena.lakehouse), spec, ClaimRequest(replaces=first.attempt))
+    second = start_attempt(Plans(arena.lakehouse), spec, ClaimRequest(replaces=first.attempt))
     assert second.leg == first.leg
-    afresh = claim_and_verify(Plans(arena.lakehouse), spec, ClaimRequest())
+    afresh = start_attempt(Plans(arena.lakehouse), spec, ClaimRequest())
     assert json.loads(afresh.leg)["sources"] != json.loads(first.leg)["sources"]
 
 
@@ -285,12 +286,12 @@ def test_other_source_count_is_refused_early(arena: Arena, spec: JobSpec) -> Non
     launch = spec.launch.model_copy(update={"new_leg": True})
     two = spec.model_copy(update={"mixture": [source], "launch": launch})
     with pytest.raises(ResumeMismatch, match=r"expected 1 sources, as leg 0 of run 'r1' binds, found 2"):
-        claim_and_verify(Plans(arena.lakehouse), two, ClaimRequest(nonce="n"))
+        start_attempt(Plans(arena.lakehouse), two, ClaimRequest(nonce="n"))
     with pytest.raises(ResumeMismatch, match="found 2 in the job spec"):
         rewind_run(arena.lakehouse, "r1", nonce="n", step=5, exclude=["row_id < 3"], spec=two)
     plan = make_plan(arena.lakehouse, spec.source)
     with pytest.raises(SpecInvalid, match=r"a plan for each of the 1 sources of run 'r1', found 2"):
-        claim_and_verify(
+        start_attempt(
             Plans(arena.lakehouse), spec, ClaimRequest(nonce="n", options=ResumeOptions(plans=(plan.row, plan.row)))
         )
     assert [row.attempt for row in arena.rows("r1", ClaimRow)] == [1]

@@ -17,8 +17,9 @@ from dlac_pipeline.lakehouse.errors import RunBusy, SteppedAside, StoreUnavailab
 from dlac_pipeline.lakehouse.ledger.typed_rows import ClaimRow
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.launch_request import Request
-from dlac_pipeline.supervise.claim import ClaimRequest, claim_and_verify
 from dlac_pipeline.supervise.liveness.run_lock import name_holder, run_lock, share_run_lock
+from dlac_pipeline.supervise.start.claim import ClaimRequest
+from dlac_pipeline.supervise.start.start_attempt import start_attempt
 from dlac_pipeline.supervise.supervisor import Outcome, Supervisor
 
 if TYPE_CHECKING:
@@ -88,8 +89,8 @@ def test_second_takeover_steps_aside_first(arena: Arena) -> None:
     """`replaces` names an attempt that is not current any more: refused before waiting, claiming or replacing a lock."""
     arena.table(appends=(200,))
     spec = arena.spec("twice", world_size=1)
-    claim_and_verify(Plans(arena.lakehouse), spec, ClaimRequest())
-    claim_and_verify(Plans(arena.lakehouse), spec, ClaimRequest(replaces=1))
+    start_attempt(Plans(arena.lakehouse), spec, ClaimRequest())
+    start_attempt(Plans(arena.lakehouse), spec, ClaimRequest(replaces=1))
     with pytest.raises(SteppedAside):
         Supervisor(Request(spec=spec, takeover=True, replaces=1)).run()
     assert not list((arena.home / "checkpoints" / "twice").glob("launch*"))
@@ -100,8 +101,8 @@ def test_late_claim_of_dead_run_is_replaced(arena: Arena, claimant: str) -> None
     """Its machine had been stopped when it was given up, and went on then: nobody would recover the run a second time."""
     arena.table(appends=(64,))
     spec = arena.spec("late", world_size=1, passes=1)
-    claim_and_verify(Plans(arena.lakehouse), spec, ClaimRequest(launched_by="dead"))
-    claim_and_verify(Plans(arena.lakehouse), spec, ClaimRequest(replaces=1, launched_by=claimant))
+    start_attempt(Plans(arena.lakehouse), spec, ClaimRequest(launched_by="dead"))
+    start_attempt(Plans(arena.lakehouse), spec, ClaimRequest(replaces=1, launched_by=claimant))
     recovery = Supervisor(Request(spec=spec, takeover=True, replaces=1, recovers="dead", launched_by="recovery"))
     if claimant == "dead":
         assert recovery.run().ending == "finished"
@@ -117,7 +118,7 @@ def test_stopped_claim_without_answer_ends(arena: Arena, monkeypatch: pytest.Mon
     database = arena.home / "catalog.db"
     impatient = arena.lakehouse.config.model_copy(update={"uri": f"sqlite:///{database}?timeout=0.1"})
     spec = arena.spec("told", world_size=1, passes=1).model_copy(update={"lakehouse": impatient})
-    claim_and_verify(Plans(arena.lakehouse), spec, ClaimRequest())
+    start_attempt(Plans(arena.lakehouse), spec, ClaimRequest())
     recovery = Supervisor(Request(spec=spec, takeover=True, replaces=1))
     refused: list[str] = []
 

@@ -18,7 +18,9 @@ from dlac_pipeline.lakehouse.ledger.typed_rows import ClaimRow
 from dlac_pipeline.operations.rewind import rewind_run
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.launch_request import Request
-from dlac_pipeline.supervise.claim import ClaimRequest, ResumePoint, claim_and_verify
+from dlac_pipeline.supervise.start.claim import ClaimRequest
+from dlac_pipeline.supervise.start.resume_point import FromMemory, ResumePoint
+from dlac_pipeline.supervise.start.start_attempt import start_attempt
 from dlac_pipeline.supervise.supervisor import Supervisor
 
 if TYPE_CHECKING:
@@ -34,18 +36,18 @@ def test_repeated_claim_fences_no_newer_one(arena: Arena, landed: bool) -> None:
     """A recovery that names no attempt waits for a catalog that is away, before its claim or behind it."""
     arena.table(appends=(64,))
     spec = arena.spec("r", world_size=1, passes=1)
-    claim_and_verify(Plans(arena.lakehouse), spec, ClaimRequest())
+    start_attempt(Plans(arena.lakehouse), spec, ClaimRequest())
     tries = iter(("away", "back"))
 
     def away(*given: Any, **how: Any) -> ResumePoint:
         if next(tries) == "back":
-            return claim_and_verify(*given, **how)
+            return start_attempt(*given, **how)
         if landed:
-            claim_and_verify(*given, **how)
-        claim_and_verify(Plans(arena.lakehouse), spec, ClaimRequest(nonce="another"))
+            start_attempt(*given, **how)
+        start_attempt(Plans(arena.lakehouse), spec, ClaimRequest(nonce="another"))
         raise CatalogUnreachable("away for a moment")
 
-    arena.monkeypatch.setattr("dlac_pipeline.supervise.attempt.claim_and_verify", away)
+    arena.monkeypatch.setattr("dlac_pipeline.supervise.attempt.start_attempt", away)
     with pytest.raises(SteppedAside):
         Supervisor(Request(spec=spec, noticed_by="recovery_sensor")).run()
     assert arena.rows("r", ClaimRow)[-1].nonce == "another"
@@ -66,9 +68,9 @@ def test_leg_is_checked_after_claim(arena: Arena) -> None:
 
     def taken(spec: Any) -> ResumePoint:
         manifest.write_bytes(whole[:-1])
-        return claim_and_verify(Plans(arena.lakehouse), spec, ClaimRequest())
+        return start_attempt(Plans(arena.lakehouse), spec, ClaimRequest())
 
-    arena.monkeypatch.setattr("dlac_pipeline.supervise.claim.claim", mended)
+    arena.monkeypatch.setattr("dlac_pipeline.supervise.start.claim.claim", mended)
     point = taken(spec)
     assert (point.step, point.quarantined, point.leg_is_new) == (2, [], True)
     assert json.loads(point.leg)["sources"][0]["exclude"] == ["row_id >= 150"]
@@ -86,7 +88,8 @@ def test_claim_of_memory_reads_no_store(arena: Arena) -> None:
     manifest = folder_of(arena.lineage("r")[-1].manifest_uri) / MANIFEST
     manifest.write_bytes(manifest.read_bytes()[:-1])
     request = ClaimRequest(nonce="n", replaces=1, from_memory=True)
-    point = claim_and_verify(Plans(arena.lakehouse), spec, request)
+    point = start_attempt(Plans(arena.lakehouse), spec, request)
+    assert isinstance(point, FromMemory)
     assert (point.attempt, point.memory_of, point.step, point.folder) == (2, 1, 5, "")
 
 

@@ -29,7 +29,7 @@ from dlac_pipeline.lakehouse.store_files import StoreFiles
 from dlac_pipeline.operations import initial_checkpoint
 from dlac_pipeline.operations.fork import fork_run
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.supervise.claim import claim_and_verify
+from dlac_pipeline.supervise.start.start_attempt import start_attempt
 from tests.conftest import Arena, wait_until
 from tests.integration.test_cli import dlac
 
@@ -313,10 +313,10 @@ def test_unmounted_store_begins_no_fork(arena: Arena, spec: JobSpec, monkeypatch
     def unmounted(*args: Any, **rest: Any) -> Any:
         other.rename(arena.home / "mounted")
         other.mkdir()
-        return claim_and_verify(*args, **rest)
+        return start_attempt(*args, **rest)
 
     with monkeypatch.context() as patched:
-        patched.setattr(initial_checkpoint, "claim_and_verify", unmounted)
+        patched.setattr(initial_checkpoint, "start_attempt", unmounted)
         with pytest.raises(StoreUnavailable, match="mount it again"):
             fork_run(arena.lakehouse, child, "r1")
     assert list(other.iterdir()) == []

@@ -14,10 +14,10 @@ from dlac_pipeline.lakehouse.ledger.commits import claim
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.attempt import SupervisedAttempt
-from dlac_pipeline.supervise.choose_leg import ResumeOptions
 from dlac_pipeline.supervise.failure import planned_end
 from dlac_pipeline.supervise.policies.restart import RestartPolicy
 from dlac_pipeline.supervise.ranks.rank_starter import RankStarter
+from dlac_pipeline.supervise.start.resolve import ResumeOptions
 from dlac_pipeline.supervise.supervision import Supervision
 
 if TYPE_CHECKING:

@@ -20,18 +20,18 @@ from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.attempt import Rescale, SupervisedAttempt
 from dlac_pipeline.supervise.attempt_state import Observation
-from dlac_pipeline.supervise.choose_leg import ResumeOptions
-from dlac_pipeline.supervise.claim import ResumePoint
 from dlac_pipeline.supervise.follower_attempt import AttemptVerdict, FollowerAttempt
 from dlac_pipeline.supervise.ranks.all_ranks import STOP, AllRanks
 from dlac_pipeline.supervise.ranks.local_ranks import RankGroup
 from dlac_pipeline.supervise.ranks.rank_starter import RankStarter
 from dlac_pipeline.supervise.ranks.start_ranks import start_local_ranks
+from dlac_pipeline.supervise.start.resolve import ResumeOptions
+from dlac_pipeline.supervise.start.resume_point import FreshStart
 from dlac_pipeline.supervise.supervision import Supervision
 from tests.conftest import wait_until
 from tests.launched_nodes import rounds, silence
 
-POINT = ResumePoint(attempt=1, nonce="n", replaces=0, leg="{}", leg_is_new=True)
+POINT = FreshStart(attempt=1, nonce="n", replaces=0, leg="{}", leg_is_new=True)
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from dlac_pipeline.supervise.memory.server import home_of
 from dlac_pipeline.supervise.ranks.rank_logs import cut_middle
 from dlac_pipeline.supervise.ranks.start_ranks import forget_launches
 from tests.unit.test_memory_saves import Rank
-from tests.unit.test_node_memory import keep, part_of, point_of, spec_of
+from tests.unit.test_node_memory import fresh_start, keep, part_of, spec_of
 
 _STRANGER = 65_534
 pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root can make folders of another user")
@@ -154,7 +154,7 @@ def test_training_spares_linked_folders(tmp_path: Path, own: bool, monkeypatch: 
     with closing(NodeMemory(spec, name="r@ledger")) as node:
         offer = Offer(host="h", address="127.0.0.1", ranks=1, memory_port=0)
         plan = RoundPlan.form((Member(slot=1, id="i", place=0, offer=offer, first_rank=0, ranks=1),), number=1, port=1)
-        node.begin(point_of(), Round(plan.share(0), plan=plan))
+        node.begin(fresh_start(), Round(plan.share(0), plan=plan))
         node.end()
         node.forget()
     assert states_here(spec) == []

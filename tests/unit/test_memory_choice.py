@@ -20,12 +20,12 @@ from dlac_pipeline.extensions.replay import rehearse
 from dlac_pipeline.lakehouse.ledger.run_rows import Fence, trained_by
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow, LedgerRow
 from dlac_pipeline.spec.job_spec import parse_spec
-from dlac_pipeline.supervise.claim import ResumePoint
 from dlac_pipeline.supervise.claims import attempts_without_progress
 from dlac_pipeline.supervise.liveness.heartbeat import HeartbeatFile, Phase, Spent
 from dlac_pipeline.supervise.memory.memory_choice import MemoryChoice, may_resume
 from dlac_pipeline.supervise.ranks.rank_events import EventWriter
 from dlac_pipeline.train.checkpoint_policy import CheckpointPolicy
+from tests.resume_points import memory_point
 
 _HEAD = CheckpointRow(seq=2, attempt=1, nonce="a", checkpoint_id="c10", step=10)
 _ROWS: list[LedgerRow] = [ClaimRow(seq=1, attempt=1, nonce="a"), _HEAD, ClaimRow(seq=3, attempt=2, nonce="b")]
@@ -101,10 +101,7 @@ def test_state_of_the_head_has_nothing_uncommitted(tmp_path: Path, step: int, du
     settings = {"order": order, "launch": {"script": "x"}, "checkpoint": {"every_s": 600}}
     spec = parse_spec({"run": "r", "source": {"table": "src.t", "columns": ["x"]}, **settings}, origin="the test")
     policy = CheckpointPolicy(spec, 0, tmp_path, EventWriter(tmp_path, 0))
-    point = ResumePoint(
-        attempt=3, nonce="c", replaces=2, leg="{}", leg_is_new=False, memory_of=2, step=step, head_step=10
-    )
-    policy.resumed(replace(point, head_at=time.time() - 3600), Mock())
+    policy.resumed(memory_point(step=step, head_step=10, head_at=time.time() - 3600), Mock())
     policy.training()
     assert policy.step_done(step + 1, in_background=False).due is due
     policy.close()

@@ -18,9 +18,10 @@ from dlac_pipeline.checkpoint.memory.memory_file import MemoryFile
 from dlac_pipeline.checkpoint.step_sync import RankReport, StepSync
 from dlac_pipeline.elastic.ranks.rank import LAUNCH_VARIABLE
 from dlac_pipeline.lakehouse.errors import MemoryStateLost
-from dlac_pipeline.supervise.claim import ResumePoint
+from dlac_pipeline.supervise.start.resume_point import FreshStart
 from dlac_pipeline.train.memory_saves import MOST_OVERHEAD, MemorySaves, _bytes_of_state
 from dlac_pipeline.train.restored_state import _losing, read_memory
+from tests.resume_points import memory_point
 from tests.unit.test_node_memory import OWN, keep, part_of, spec_of
 
 
@@ -56,7 +57,7 @@ def saves_of(
         rehearses=False,
         step=4,
         tracker=tracker,
-        point=ResumePoint(attempt=3, nonce="c", leg="{}", leg_is_new=False, memory_of=memory_of),
+        point=memory_point() if memory_of else FreshStart(attempt=3, nonce="c", leg="{}", leg_is_new=False),
         manager=SimpleNamespace(in_progress=lambda: [], head=None),
         memory=None if loaded is None else SimpleNamespace(state=loaded),
     )
@@ -201,10 +202,9 @@ def test_fetched_state_of_killed_attempt_is_freed(tmp_path: Path, monkeypatch: p
 
 def test_lost_state_names_what_to_do() -> None:
     """It could not be fetched, so it has no folder on this node."""
-    point = ResumePoint(attempt=3, nonce="c", leg="{}", leg_is_new=False, step=7, memory_of=2, folder="")
     order: Any = None
     with pytest.raises(MemoryStateLost, match=r"step 7 on this node, .*: start the run again"):
-        read_memory(point, order)
+        read_memory(memory_point(folder=""), order)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from dlac_pipeline.checkpoint.step_sync import RankReport, StepSync
 from dlac_pipeline.elastic.ranks.rank import LAUNCH_VARIABLE
 from dlac_pipeline.track.tracker import ReaderStateTracker
 from dlac_pipeline.train.memory_saves import MemorySaves
-from tests.unit.test_node_memory import point_of, spec_of
+from tests.unit.test_node_memory import fresh_start, spec_of
 
 SYNC = StepSync(step=1, losses=[0.5], memory_copied=True)
 
@@ -36,7 +36,7 @@ class Rank:
         )
         self.attempt = SimpleNamespace(
             rehearses=False,
-            point=point_of(),
+            point=fresh_start(),
             tracker=tracker,
             step=0,
             manager=SimpleNamespace(head=None, in_progress=lambda: []),

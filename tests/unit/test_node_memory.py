@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import threading
@@ -20,12 +21,13 @@ from dlac_pipeline.checkpoint.memory.transfer import Address, Connection, Transf
 from dlac_pipeline.elastic.rank_assignment import Member, Offer, RoundPlan
 from dlac_pipeline.elastic.round import Round
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
-from dlac_pipeline.supervise.claim import ResumePoint
 from dlac_pipeline.supervise.memory import buddy, node_memory, server
 from dlac_pipeline.supervise.memory.buddy import BuddyCopies
 from dlac_pipeline.supervise.memory.node_memory import NodeMemory
 from dlac_pipeline.supervise.memory.server import MemoryServer, WriteTurn
+from dlac_pipeline.supervise.start.resume_point import FreshStart, FromMemory, ResumePoint, resume_point_of
 from tests.conftest import wait_until
+from tests.resume_points import memory_point
 from tests.unit.test_memory_choice import STATE
 
 KEY = key_of("a secret of two nodes", "r@ledger")
@@ -97,13 +99,21 @@ def nodes(home: Path, count: int) -> Iterator[Nodes]:
         yield Nodes(memories, folders, rounds)
 
 
-def point_of(state: states.MemoryState | None = None) -> ResumePoint:
-    """Return the resume point of attempt 3, in a memory state or in none."""
-    point = ResumePoint(attempt=3, nonce="c", leg="{}", leg_is_new=False)
-    if state is None:
-        return point
+def fresh_start() -> FreshStart:
+    """Return the resume point of attempt 3 at no state."""
+    return FreshStart(attempt=3, nonce="c", leg="{}", leg_is_new=False)
+
+
+def point_of(state: states.MemoryState) -> FromMemory:
+    """Return the resume point of attempt 3 at a state in memory."""
     first = state.first
-    return replace(point, step=first.step, memory_of=2, folder=str(state.folder), world_size=first.world_size)
+    return memory_point(step=first.step, folder=str(state.folder), world_size=first.world_size)
+
+
+def folder_in(point: ResumePoint | None) -> Path:
+    """Return the folder of a resume point at a state in memory."""
+    assert isinstance(point, FromMemory)
+    return Path(point.folder)
 
 
 def wait_for_points(found: Nodes) -> list[ResumePoint]:
@@ -121,11 +131,10 @@ def test_whole_state_is_found_and_fetched(tmp_path: Path) -> None:
         assert found.steps() == [[], [], []]
         gathered = found.memories[0].find(found.rounds[0])
         (state,) = gathered.read()
-        point = point_of(state)
-        point = replace(point, memory_sources=gathered.sources_of(point))
+        point = gathered.with_sources(point_of(state))
         for memory, round_ in zip(found.memories, found.rounds, strict=True):
-            memory.begin(ResumePoint.from_json(point.to_json()), round_)
-        places = [Path(str(each.folder)) for each in wait_for_points(found)]
+            memory.begin(resume_point_of(json.loads(point.to_json())), round_)
+        places = [*map(folder_in, wait_for_points(found))]
         assert [each for each in map(states.read_slot, places) if each] == [
             replace(state, folder=each) for each in places
         ]
@@ -140,12 +149,11 @@ def test_lost_part_leaves_no_state(tmp_path: Path) -> None:
         for rank, folder in enumerate(found.folders):
             keep(folder, part_of(rank, world_size=2))
         gathered = found.memories[0].find(found.rounds[0])
-        point = point_of(gathered.read()[0])
-        point = replace(point, memory_sources=gathered.sources_of(point))
+        point = gathered.with_sources(point_of(gathered.read()[0]))
         found.memories[1].close()
         found.memories[0].begin(point, found.rounds[0])
         wait_until(lambda: found.memories[0].local_point() is not None, what="the resume point")
-        assert states.read_slot(Path(str(point.folder))) is None
+        assert states.read_slot(folder_in(point)) is None
         assert "expected ranks [1]" in next(found.memories[0].take_warnings())
 
 
@@ -153,7 +161,7 @@ def test_nodes_copy_to_their_buddies(tmp_path: Path) -> None:
     """Each node's newest states are copied to the next one. What is copied is marked, so that ranks keep another one."""
     with nodes(tmp_path, 2) as found:
         for memory, round_, folder in zip(found.memories, found.rounds, found.folders, strict=True):
-            memory.begin(point_of(), round_)
+            memory.begin(fresh_start(), round_)
             states.make_folder(states.attempt_folder(folder, 3, "c"))
         for number in range(3):
             for rank, folder in enumerate(found.folders):
@@ -435,7 +443,7 @@ def test_unfinished_copies_are_removed(tmp_path: Path) -> None:
     """An attempt whose ranks here have kept nothing leaves nothing on this node. Its own states stay."""
     with nodes(tmp_path, 2) as found:
         for rank, (memory, round_, folder) in enumerate(zip(found.memories, found.rounds, found.folders, strict=True)):
-            memory.begin(point_of(), round_)
+            memory.begin(fresh_start(), round_)
             keep(folder, part_of(0, world_size=2, attempt=3, nonce="c"))
             if rank == 0:
                 continue
@@ -482,10 +490,10 @@ def fetch(found: Nodes) -> tuple[states.MemoryState, Path]:
     """Return the newest state of all nodes, and its place on the first one after the fetch."""
     gathered = found.memories[0].find(found.rounds[0])
     state = gathered.read()[0]
-    point = replace(point_of(state), engine=state.first.engine)
-    found.memories[0].begin(replace(point, memory_sources=gathered.sources_of(point)), found.rounds[0])
+    point = gathered.with_sources(replace(point_of(state), engine=state.first.engine))
+    found.memories[0].begin(point, found.rounds[0])
     wait_until(lambda: found.memories[0].local_point() is not None, what="the resume point")
-    return state, Path(str((found.memories[0].local_point() or point).folder))
+    return state, folder_in(found.memories[0].local_point())
 
 
 def test_only_needed_files_are_fetched(tmp_path: Path) -> None:
@@ -600,7 +608,7 @@ def test_failed_mark_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(states, "mark_copied", fail_first)
     with nodes(tmp_path, 2) as found:
         for memory, round_, folder in zip(found.memories, found.rounds, found.folders, strict=True):
-            memory.begin(point_of(), round_)
+            memory.begin(fresh_start(), round_)
             states.make_folder(states.attempt_folder(folder, 3, "c"))
         keep(found.folders[0], part_of(0, world_size=2, step=20, attempt=3, nonce="c"))
         wait_until(lambda: states.copied_step(states.attempt_folder(found.folders[0], 3, "c"), 0) == 20, what="a copy")

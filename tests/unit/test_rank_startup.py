@@ -9,12 +9,12 @@ from typing import Any, cast
 import pytest
 
 from dlac_pipeline.lakehouse.errors import CatalogUnreachable
-from dlac_pipeline.supervise.claim import ResumePoint
 from dlac_pipeline.train import own_reports
 from dlac_pipeline.train.own_reports import OwnRecoveries
 from dlac_pipeline.train.startup import await_resume_point
+from tests.resume_points import memory_point
 
-POINT = ResumePoint(attempt=2, nonce="n", replaces=1, leg="{}", leg_is_new=False, step=7)
+POINT = memory_point()
 
 
 @pytest.mark.parametrize("ready_after_s", [0.0, 0.3, 2.0, 600.0])

@@ -14,12 +14,12 @@ from dlac_pipeline.checkpoint.step_sync import RankReport, StepSync
 from dlac_pipeline.elastic.ranks.launch_folder import notice_file, room_file
 from dlac_pipeline.spec.job_spec import parse_spec
 from dlac_pipeline.spec.launch_spec import NODES
-from dlac_pipeline.supervise.claim import ResumePoint
 from dlac_pipeline.supervise.ranks.rank_events import EventWriter
+from dlac_pipeline.supervise.start.resume_point import FreshStart
 from dlac_pipeline.train.checkpoint_policy import CheckpointPolicy
 
 HOUR_S = 3600.0
-POINT = ResumePoint(attempt=1, nonce="n", replaces=0, leg="{}", leg_is_new=True)
+POINT = FreshStart(attempt=1, nonce="n", replaces=0, leg="{}", leg_is_new=True)
 
 
 @pytest.fixture

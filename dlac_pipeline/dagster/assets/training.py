@@ -63,7 +63,7 @@ def _plan(context: dg.AssetExecutionContext, run: TrainingRunDefinition) -> dict
     from dlac_pipeline.lakehouse.ledger.run_rows import fence_of_rows
     from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS
     from dlac_pipeline.plan.legs.choice import check_sources, plan_sources
-    from dlac_pipeline.supervise.choose_leg import leg_of
+    from dlac_pipeline.plan.legs.committed_leg import leg_of
 
     spec, lakehouse = run.job_spec(), run.lakehouse()
     rows = Ledger(lakehouse).rows(spec.run, kinds=HEAD_KINDS)

@@ -33,7 +33,7 @@ def lost_run_sensor(context: dg.SensorEvaluationContext) -> dg.SensorResult:
     waited_for = context.instance.get_runs(dg.RunsFilter(statuses=_WAITED_FOR))
     runs = [run for run in waited_for if _location_of(run) == location and names_of_training(context.instance, run)]
     if runs:  # during training, because each code server is new and `recovery_sensor` must decide at once
-        importlib.import_module("dlac_pipeline.supervise.claim")
+        importlib.import_module("dlac_pipeline.supervise.start.start_attempt")
     beats = beats_of(context.instance, [run.run_id for run in runs])
     state = json.loads(context.cursor or "{}")
     before = state.get("seen", {})

@@ -17,8 +17,8 @@ from dlac_pipeline.lakehouse.ledger.older_ledger import check_ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import Exclusion, RewindRow
 from dlac_pipeline.operations.retire import retire_checkpoints
 from dlac_pipeline.operations.rewind import rewind_run
+from dlac_pipeline.plan.legs.committed_leg import first_leg_of, leg_of
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.supervise.choose_leg import first_leg_of, leg_of
 
 
 def execute_forget(lakehouse: Lakehouse, table: str, filters: Sequence[str], spec_of: SpecOf) -> list[str]:

@@ -15,8 +15,8 @@ from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, fence_of_rows, out_of
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow, LedgerRow
+from dlac_pipeline.plan.legs.committed_leg import leg_of
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.supervise.choose_leg import leg_of
 
 MOST_STEPS = 20
 """Number of steps unless the caller requests more."""

@@ -24,10 +24,10 @@ from dlac_pipeline.lakehouse.own_folders import open_own, remove_own
 from dlac_pipeline.plan.legs.choice import check_sources
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.supervise.claim import ResumePoint
 from dlac_pipeline.supervise.failure import HangDetector, first_cause
 from dlac_pipeline.supervise.ranks.local_ranks import RankGroup
 from dlac_pipeline.supervise.ranks.rank_starter import RankStarter
+from dlac_pipeline.supervise.start.resume_point import ResumePoint
 
 PREFIX = "dlac-rehearsal-"
 _LOCK = "owner.lock"

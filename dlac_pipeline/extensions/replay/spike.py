@@ -19,8 +19,8 @@ from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.iceberg.row_groups import parse_exclusion
 from dlac_pipeline.lakehouse.ledger.branches import exclusions_in_force
 from dlac_pipeline.lakehouse.ledger.run_rows import out_of
+from dlac_pipeline.plan.legs.committed_leg import leg_of
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.supervise.choose_leg import leg_of
 from dlac_pipeline.supervise.steps.committed_steps import CommittedStep, CommittedSteps
 from dlac_pipeline.supervise.steps.step_rows import StepRow, StepRows
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from dlac_pipeline.checkpoint.restore.verified_copy import Restored, restore
 from dlac_pipeline.checkpoint.store import Tiers, tiers_of
@@ -17,11 +18,12 @@ from dlac_pipeline.lakehouse.ledger.commits import new_nonce
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import out_of
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, LedgerRow
+from dlac_pipeline.plan.legs.committed_leg import leg_of
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.supervise.choose_leg import leg_of
-from dlac_pipeline.supervise.claim import ResumePoint
 from dlac_pipeline.supervise.claims import spec_of_attempt
+from dlac_pipeline.supervise.start.resume_point import FreshStart, FromCheckpoint, ResumePoint
+from dlac_pipeline.supervise.start.start_attempt import checkpoint_facts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,15 +47,16 @@ class ReplayStart:
     def resume_point(self, restored: Restored | None) -> ResumePoint:
         """Return the resume point of the ranks."""
         before = None if self.checkpoint is None else leg_of(self.rows, self.checkpoint.checkpoint_id)
-        point = ResumePoint(
-            attempt=self.successor.attempt,
-            nonce=new_nonce(),
-            replaces=0,
-            leg=self.leg.to_json(),
-            leg_is_new=before is None or self.leg.index != before.index,
-            rehearses_until=self.last,
-        )
-        return point if restored is None or self.checkpoint is None else point.after(restored, self.checkpoint)
+        facts: dict[str, Any] = {
+            "attempt": self.successor.attempt,
+            "nonce": new_nonce(),
+            "leg": self.leg.to_json(),
+            "leg_is_new": before is None or self.leg.index != before.index,
+            "rehearses_until": self.last,
+        }
+        if restored is None or self.checkpoint is None:
+            return FreshStart(**facts)
+        return FromCheckpoint(**facts, **checkpoint_facts(restored, self.checkpoint))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,7 +18,7 @@ from dlac_pipeline.lakehouse.errors import HeadMoved, ScriptInvalid
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, fence_of_rows
 from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, LedgerRow, MembershipRow
-from dlac_pipeline.supervise.choose_leg import leg_of
+from dlac_pipeline.plan.legs.committed_leg import leg_of
 from dlac_pipeline.supervise.liveness.heartbeat import Phase
 from dlac_pipeline.train.checkpointing import Checkpointing
 

@@ -24,10 +24,10 @@ from dlac_pipeline.lakehouse.errors import Preempted, RunFinished, SpecInvalid, 
 from dlac_pipeline.lakehouse.ledger.older_ledger import LedgerWatch
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.supervise.claim import ResumePoint
 from dlac_pipeline.supervise.liveness.heartbeat import Phase, read_heartbeat
 from dlac_pipeline.supervise.ranks.rank_events import EVENTS_FILE, EventWriter, read_ending
 from dlac_pipeline.supervise.ranks.start_ranks import write_resume_point, write_spec
+from dlac_pipeline.supervise.start.resume_point import ResumePoint, resume_point_of
 from dlac_pipeline.train.communicator import Communicator
 from dlac_pipeline.train.own_reports import was_restarted
 from dlac_pipeline.train.startup import (
@@ -59,7 +59,7 @@ class OwnLaunch(GroupLaunch):
             SpecInvalid: the groups that train have another job spec.
             TrainingFailed: the script of this group has failed after the end of the run.
             SystemExit: torchrun has started this group again, and the others have ended the run. The exit status is 0.
-            DlacError: as `claim_and_verify`.
+            DlacError: as `start_attempt`.
         """
         self._spec, self._group = spec, int(os.environ[GROUP_VARIABLE])
         self._first_rank = self._group * communicator.world_size
@@ -73,7 +73,7 @@ class OwnLaunch(GroupLaunch):
         super().__init__(Path(decided["folder"]), rejoins=decided["rejoins"])
         self.claimed: bool = decided["claimed"]
         """True if this group has claimed the run."""
-        self.point = ResumePoint(**decided["point"])
+        self.point = resume_point_of(decided["point"])
         self.events = EventWriter(self.folder, communicator.rank)
         """Events that are written whichever group takes the checkpoints."""
         self.rejoin = self._find_dead() if decided["replaces"] else None

@@ -9,7 +9,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from socket import gethostname
 
 from dlac_pipeline.checkpoint.memory import states
 from dlac_pipeline.checkpoint.memory.states import MemoryState, Part, RankState
@@ -24,9 +23,9 @@ from dlac_pipeline.checkpoint.memory.transfer import (
 from dlac_pipeline.elastic.rank_assignment import Member, Share
 from dlac_pipeline.elastic.round import Round
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.supervise.claim import ResumePoint
 from dlac_pipeline.supervise.memory.buddy import BuddyCopies
 from dlac_pipeline.supervise.memory.server import FETCH, FETCH_SEALS, LIST, TIMEOUT_S, MemoryServer, WriteTurn
+from dlac_pipeline.supervise.start.resume_point import FromMemory, ResumePoint
 
 _MOST_THREADS = 32
 _FETCH_SHARE = 0.5
@@ -66,14 +65,15 @@ class FoundStates:
         world_size = sum(len(node.ranks) for node in nodes)
         return [state for state in found if all(_has_room(node, state, world_size) for node in nodes)]
 
-    def sources_of(self, point: ResumePoint) -> list[tuple[str, int, list[int]]]:
-        """Return the addresses and ports of nodes that have parts of the state of a resume point, with their ranks."""
-        if not point.memory_of or not point.folder or self.folder is None or self.address is None:
-            return []
+    def with_sources(self, point: ResumePoint) -> ResumePoint:
+        """Return a resume point with the addresses and ports of nodes that have parts of its state, and their ranks."""
+        if not isinstance(point, FromMemory) or not point.folder or self.folder is None or self.address is None:
+            return point
         name = states.slot_name(Path(point.folder))
         nodes = zip([self.address, *self.elsewhere], self._nodes(), strict=True)
         found = {address: _ranks_in(node.parts, name, point.step) for address, node in nodes}
-        return [(*address, sorted(ranks)) for address, ranks in found.items() if ranks]
+        sources = [(*address, sorted(ranks)) for address, ranks in found.items() if ranks]
+        return replace(point, sources=sources)
 
     def _nodes(self) -> list[NodeStates]:
         parts = [] if self.folder is None else states.read_parts(self.folder)
@@ -144,12 +144,13 @@ class NodeMemory:
             ranks=_ranks_of(round_.share),
             folder=None if folder is None else states.attempt_folder(folder, point.attempt, point.nonce),
             guard=self._turns.take(),
-            point=None if point.memory_of else point,
+            point=None if isinstance(point, FromMemory) else point,
         )
 
         def work() -> None:
             try:
-                current.point = self._fetch(point, current, round_.share.world_size) if point.memory_of else point
+                if isinstance(point, FromMemory):
+                    current.point = self._fetch(point, current, round_.share.world_size)
                 if self._server is not None:
                     self._server.accept(point.attempt, point.nonce, current.ranks, current.guard)
                 self._copy(current, round_)
@@ -226,7 +227,7 @@ class NodeMemory:
                     found.append(Part(str(slot), bytes(seal)))
         return NodeStates(ranks=ranks, parts=found, room=room)
 
-    def _fetch(self, point: ResumePoint, current: _Attempt, world_size: int) -> ResumePoint:
+    def _fetch(self, point: FromMemory, current: _Attempt, world_size: int) -> FromMemory:
         """Return a resume point with a folder of this node, after all parts of its state that its ranks need have been fetched.
 
         Without them the ranks find no whole state, and fail.
@@ -236,9 +237,9 @@ class NodeMemory:
             fetched = self._find_or_fetch(point, current, world_size)
         except Exception as err:  # the ranks wait for the resume point
             self._warnings.put(f"expected to fetch the state in memory of step {point.step}, found {err}")
-        return replace(point, folder="" if fetched is None else str(fetched), host=gethostname())
+        return replace(point, folder="" if fetched is None else str(fetched))
 
-    def _find_or_fetch(self, point: ResumePoint, current: _Attempt, world_size: int) -> Path | None:
+    def _find_or_fetch(self, point: FromMemory, current: _Attempt, world_size: int) -> Path | None:
         """Return the slot of a state: that of its attempt if this node has all of it. Otherwise fetch what is missing."""
         if self._folder is None or current.folder is None or not point.folder:
             return None
@@ -259,10 +260,10 @@ class NodeMemory:
         self._fetch_all(point, target, FETCH_SEALS, missing - needed, guard)
         return target
 
-    def _fetch_all(self, point: ResumePoint, target: Path, operation: str, ranks: set[int], guard: Guard) -> None:
+    def _fetch_all(self, point: FromMemory, target: Path, operation: str, ranks: set[int], guard: Guard) -> None:
         """Fetch the parts of ranks, or only their seals, from the nodes that have them. Other nodes are asked after a failure."""
         own = None if self._server is None else self._server.address
-        for host, port, found in point.memory_sources:
+        for host, port, found in point.sources:
             wanted = sorted(ranks.intersection(found))
             if wanted and (host, port) != own:
                 try:

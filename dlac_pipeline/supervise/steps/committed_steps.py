@@ -1,5 +1,6 @@
 """Committed steps of a run: the checkpoint, the leg and the nodes of each, and the reader state before it, by the ledger."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -9,13 +10,13 @@ from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, claim_of, fence_of_rows, lineage_of, trained_by
 from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow, CheckpointRow, ClaimRow, ForkRow, MembershipRow
+from dlac_pipeline.plan.legs.committed_leg import leg_of
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.order import ReaderState
 from dlac_pipeline.plan.source_order import Cursor
-from dlac_pipeline.supervise.choose_leg import leg_of
-from dlac_pipeline.supervise.claim import ResumePoint
 from dlac_pipeline.supervise.claims import launch_folders_of, spec_of_attempt, trained_attempts
 from dlac_pipeline.supervise.liveness.heartbeat import read_heartbeats
+from dlac_pipeline.supervise.start.resume_point import resume_point_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,7 +107,7 @@ class CommittedSteps:
         head_id = None if head is None else head.checkpoint_id
         for folder in launch_folders_of(self.rows, attempt) if step > self.last else ():
             resumed = folder / "resume.json"
-            point = ResumePoint.from_json(resumed.read_text()) if resumed.exists() else None
+            point = resume_point_of(json.loads(resumed.read_text())) if resumed.exists() else None
             if (
                 point is None
                 or step > max((each.step for each in read_heartbeats(folder)), default=0)

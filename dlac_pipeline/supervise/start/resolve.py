@@ -1,4 +1,4 @@
-"""Choice of the leg that a launch trains: the committed one, its successor, or the first of a new run."""
+"""Resolve the leg that a launch trains: the committed one, its successor, or the first of a new run. Nothing is claimed."""
 
 import json
 from collections.abc import Callable, Iterable, Sequence
@@ -13,10 +13,11 @@ from dlac_pipeline.lakehouse import errors
 from dlac_pipeline.lakehouse.iceberg.snapshots import check_same_table
 from dlac_pipeline.lakehouse.ledger import typed_rows
 from dlac_pipeline.lakehouse.ledger.branches import exclusions_in_force, starts_over
-from dlac_pipeline.lakehouse.ledger.ledger import Ledger, RunState
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.plans import PlanRow
-from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, lineage_of, way_out
+from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, way_out
 from dlac_pipeline.plan.legs.choice import check_sources, first_leg, plan_sources, requested_leg
+from dlac_pipeline.plan.legs.committed_leg import first_leg_of, leg_of
 from dlac_pipeline.plan.legs.follow import LegRequest, leaving_out, next_leg
 from dlac_pipeline.plan.legs.leg import Leg, Unreadable
 from dlac_pipeline.plan.order import reader_state_of
@@ -38,8 +39,28 @@ class ResumeOptions:
     """Step up to which loss spikes are trained through, because rows were left out for them."""
 
 
-class LegChooser:
-    """Chooser of the leg that a launch trains."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resolved:
+    """The leg of an attempt, and the head for which it was resolved."""
+
+    leg: Leg
+    head: str | None
+    """Id of the checkpoint. None: the beginning of the run."""
+    damage: str = ""
+    """Damage of the head's manifest, or empty. A restore finds it again and handles it."""
+    is_sure: bool = True
+    """False: the manifest is damaged, and no leg in memory continues it. The leg of the head was not checked."""
+
+    def is_for(self, head: str | None) -> bool:
+        """Return True if an attempt that resumes at this checkpoint trains this leg."""
+        return self.is_sure and self.head == head
+
+
+class Resolver:
+    """Choice of the leg of an attempt. It claims nothing.
+
+    A recovery whose leg is unchanged resolves from the ledger. It reads the source tables in `check_tables` only.
+    """
 
     def __init__(
         self, ledger: Ledger, plans: Plans, spec: JobSpec, options: ResumeOptions, *, recovering: bool
@@ -51,58 +72,59 @@ class LegChooser:
         self._spec = spec
         self._options = options
         self._recovering = recovering
-        self.damage = ""
-        """Damage of the head's manifest that was found before the claim, or empty. The claim finds it again and handles it."""
-        self.unsure = False
-        """True if the head looked damaged before the claim, and no leg in memory continues it: its leg was not checked."""
+        asks = options.repin or options.unreadable or options.plans or spec.launch.new_leg
+        self.defers_tables = recovering and not asks
+        """True if `check_tables` is left to the caller, once the state is restored."""
         if options.plans and len(options.plans) != len(spec.sources):
             raise errors.SpecInvalid(
                 f"expected a plan for each of the {len(spec.sources)} sources of run {spec.run!r}, found {len(options.plans)}: "
                 "name them in the order of the sources, or none"
             )
 
-    def before_claim(self, state: RunState, in_memory: Callable[[], Iterable[Leg]]) -> Leg:
-        """Return the leg, as far as the ledger shows it before anything is claimed or verified.
+    def resolve(self, head: str | None, in_memory: Callable[[], Iterable[Leg]]) -> Resolved:
+        """Return the leg for a head, as far as the ledger and the head's manifest show it. Raises as `check`.
 
         `in_memory` returns the legs of states in memory, the newest first. If the head's manifest is damaged, one of these is
         taken that the spec requests, and that the head ends in or is followed by.
         """
         rows = self.ledger.rows(self._spec.run, kinds=typed_rows.HEAD_KINDS)
-        head = checkpoint_rows(rows).get(state.fence.head or "")
-        if head is None:
-            return self.at(rows, None)
+        row = checkpoint_rows(rows).get(head or "")
+        if row is None:
+            return self.resolve_at(rows, None)
         try:
-            manifest = manifest_of(head, tiers_of(self._spec))
+            manifest = manifest_of(row, tiers_of(self._spec))
         except errors.CheckpointDamaged as err:
-            self.damage, committed = str(err), leg_of(rows, head.checkpoint_id)
+            committed = leg_of(rows, row.checkpoint_id)
             found = (leg for leg in in_memory() if leg.index in (committed.index, committed.index + 1))
             leg = next((each for each in found if self._continues(each, rows)), None)
-            self.unsure = leg is None
-            return leg or committed
-        return self.at(rows, manifest)
+            return Resolved(leg=leg or committed, head=head, damage=str(err), is_sure=leg is not None)
+        return self.resolve_at(rows, manifest)
 
     def _continues(self, leg: Leg, rows: Sequence[typed_rows.LedgerRow]) -> bool:
         """Return whether the launch requests this leg, and its plans can be read."""
         try:
             requested = self.check(leg, rows)
-            self._check_plans(leg)
+            self.check_tables(leg)
         except (errors.ResumeMismatch, errors.LakehouseError):
             return False
         return requested.bound() == leg.bound() and not self._options.unreadable
 
-    def at(self, rows: list[typed_rows.LedgerRow], manifest: Manifest | None) -> Leg:
-        """Return the leg of an attempt that resumes after this checkpoint. Raises as `check`."""
+    def resolve_at(self, rows: list[typed_rows.LedgerRow], manifest: Manifest | None) -> Resolved:
+        """Return the leg of an attempt that resumes at this checkpoint. Raises as `check`."""
         if manifest is None:
-            return self._first(rows)
+            return Resolved(leg=self._first(rows), head=None)
         leg = leg_of(rows, manifest.checkpoint_id)
         requested = self.check(leg, rows)
-        self._check_plans(leg)
-        spec = excluding(self._spec, exclusions_in_force(rows))
-        request = LegRequest(requested=requested, repin=self._options.repin, unreadable=self._options.unreadable)
-        state = reader_state_of(manifest.reader_state)
-        return next_leg(self._plans, spec, leg, request, step=manifest.step, state=state)
+        if not self.defers_tables:
+            self.check_tables(leg)
+            spec = excluding(self._spec, exclusions_in_force(rows))
+            request = LegRequest(requested=requested, repin=self._options.repin, unreadable=self._options.unreadable)
+            state = reader_state_of(manifest.reader_state)
+            leg = next_leg(self._plans, spec, leg, request, step=manifest.step, state=state)
+        return Resolved(leg=leg, head=manifest.checkpoint_id)
 
-    def _check_plans(self, leg: Leg) -> None:
+    def check_tables(self, leg: Leg) -> None:
+        """Check the tables of a leg, the pins of its plans, and files that no pin protects. Raises as `Plans.check_files`."""
         for source, mine in zip(self._spec.sources, leg.sources, strict=True):
             for plan_id in mine.start.plan_ids:
                 self._plans.check(plan_id, table=source.table)
@@ -115,10 +137,7 @@ class LegChooser:
         if a table was dropped and created again.
         """
         check_sources(self._spec, leg)
-        uuids = {}
-        for source in self._spec.sources:
-            with suppress(errors.NoSuchTable):  # reported with its name where the leg needs the table
-                uuids[source.table] = str(self._lakehouse.load(source.table).metadata.table_uuid)
+        uuids = self._table_uuids(leg)
         for mine in leg.sources:
             check_same_table(mine.table, planned_uuid=mine.table_uuid, uuid=uuids.get(mine.table, mine.table_uuid))
         excluded = exclusions_in_force(rows)
@@ -132,6 +151,16 @@ class LegChooser:
             replace(leg, sources=tuple(kept)).check_same(requested)
         return requested
 
+    def _table_uuids(self, leg: Leg) -> dict[str, str]:
+        """Return the uuid of each table of the spec: of an unchanged name that of the leg, if the tables are checked later."""
+        known = {mine.table: mine.table_uuid for mine in leg.sources} if self.defers_tables else {}
+        uuids = {}
+        for source in self._spec.sources:
+            with suppress(errors.NoSuchTable):  # reported with its name where the leg needs the table
+                table = source.table
+                uuids[table] = known.get(table) or str(self._lakehouse.load(table).metadata.table_uuid)
+        return uuids
+
     def _first(self, rows: list[typed_rows.LedgerRow]) -> Leg:
         """Return the first leg: with the plans of a recovered attempt, or after a rewind with the snapshots of the first leg."""
         again = starts_over(rows)
@@ -142,7 +171,8 @@ class LegChooser:
         spec = _as_it_began(excluding(self._spec, exclusions_in_force(rows)), rows) if again else self._spec
         claimed = self._claimed_plans(rows) if self._recovering and not again else ()
         known = tuple(plan.plan_id for plan in self._options.plans) or claimed
-        plans = [self._plans.load(plan_id) for plan_id in known] or [
+        read = self._plans.read if self.defers_tables else self._plans.load
+        plans = [read(plan_id) for plan_id in known] or [
             self._plans.add(plan) for plan in plan_sources(self._lakehouse, spec)
         ]
         return leaving_out(self._plans, spec, first_leg(spec, plans), self._options.unreadable)
@@ -181,12 +211,6 @@ def _as_it_began(spec: JobSpec, rows: Sequence[typed_rows.LedgerRow]) -> JobSpec
     return spec.with_sources(sources)
 
 
-def first_leg_of(rows: Sequence[typed_rows.LedgerRow]) -> Leg | None:
-    """Return the first leg of a run, or None if it has none."""
-    legs = [row for row in rows if isinstance(row, typed_rows.LegRow)]
-    return Leg.from_record(min(legs, key=lambda row: row.seq).record) if legs else None
-
-
 def planned(leg: Leg) -> dict[str, Any]:
     """Return the fields of a `ClaimRow` for the plans that its attempt reads. Their snapshots stay pinned."""
     pins = [typed_rows.PlannedSnapshot(table_uuid=one.table_uuid, snapshot_id=one.snapshot_id) for one in leg.sources]
@@ -205,14 +229,3 @@ def _is_plan_of(source: SourceSpec, row: PlanRow) -> bool:
         and json.loads(row.exclude) == source.exclude
         and source.snapshot_id in (None, row.snapshot_id)
     )
-
-
-def leg_of(rows: list[typed_rows.LedgerRow], checkpoint_id: str) -> Leg:
-    """Return the leg that a checkpoint ends in: the one that it, or else its nearest ancestor with a leg, names."""
-    legs = {row.checkpoint_id: row.record for row in rows if isinstance(row, typed_rows.LegRow)}
-    at = next((each for each in lineage_of(rows, checkpoint_id) if each in legs), None)
-    if at is None:
-        raise errors.LedgerError(
-            f"expected the leg of checkpoint {checkpoint_id!r} in the ledger, found none: restore the table"
-        )
-    return Leg.from_record(legs[at])

@@ -12,7 +12,7 @@ from dlac_pipeline.checkpoint.store import folder_name_of, tiers_of
 from dlac_pipeline.lakehouse.errors import ResumeMismatch
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.supervise.claim import ResumePoint
+from dlac_pipeline.supervise.start.resume_point import FreshStart, FromCheckpoint, ResumePoint
 
 
 def load_checkpoint(
@@ -24,7 +24,7 @@ def load_checkpoint(
     the conversion was done, and those of the load. Raise `ResumeMismatch` if another kind of engine saved the checkpoint,
     `StoreUnavailable` or `CheckpointDamaged` if a node has no verified files. Otherwise raises as `load_state`.
     """
-    if point.folder is None:
+    if isinstance(point, FreshStart):
         seed_rng(spec.order.seed, 0, tree.rank)
         return 0.0, 0.0
     if point.engine != engine.name:
@@ -32,12 +32,9 @@ def load_checkpoint(
             f"expected the engine {point.engine!r} that saved checkpoint {point.checkpoint_id!r}, found "
             f"{engine.name!r}: resume with the script that the run was started with"
         )
-    tiers = tiers_of(spec)
-    elsewhere = tiers.store is not None and point.host != socket.gethostname()
-    folder = tiers.folder(folder_name_of(point.manifest_uri)) if elsewhere else Path(point.folder)
-    with failing_together(tree, doing=f"fetching the checkpoint {point.checkpoint_id!r}"):
-        if elsewhere and restores:
-            restore(CheckpointRow(manifest_uri=point.manifest_uri, manifest_digest=point.manifest_digest), tiers)
+    folder = Path(point.folder)
+    if isinstance(point, FromCheckpoint):
+        folder = _fetch(point, spec, tree, restores=restores)
     patience_s = spec.launch.start_timeout_s / 4  # the conversion needs time as well
     spent = load_state(
         engine, folder, saved_world_size=point.world_size, tree=tree, converts=restores, patience_s=patience_s
@@ -47,3 +44,13 @@ def load_checkpoint(
     else:
         seed_rng(spec.order.seed, point.step, tree.rank)
     return spent
+
+
+def _fetch(point: FromCheckpoint, spec: JobSpec, tree: RankTree, *, restores: bool) -> Path:
+    """Return the folder of the checkpoint's verified files on this node. Collective."""
+    tiers = tiers_of(spec)
+    elsewhere = tiers.store is not None and point.host != socket.gethostname()
+    with failing_together(tree, doing=f"fetching the checkpoint {point.checkpoint_id!r}"):
+        if elsewhere and restores:
+            restore(CheckpointRow(manifest_uri=point.manifest_uri, manifest_digest=point.manifest_digest), tiers)
+    return tiers.folder(folder_name_of(point.manifest_uri)) if elsewhere else Path(point.folder)

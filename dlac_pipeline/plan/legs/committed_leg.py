@@ -1,0 +1,25 @@
+"""Legs that the rows of a run name."""
+
+from collections.abc import Sequence
+
+from dlac_pipeline.lakehouse.errors import LedgerError
+from dlac_pipeline.lakehouse.ledger.run_rows import lineage_of
+from dlac_pipeline.lakehouse.ledger.typed_rows import LedgerRow, LegRow
+from dlac_pipeline.plan.legs.leg import Leg
+
+
+def first_leg_of(rows: Sequence[LedgerRow]) -> Leg | None:
+    """Return the first leg of a run, or None if it has none."""
+    legs = [row for row in rows if isinstance(row, LegRow)]
+    return Leg.from_record(min(legs, key=lambda row: row.seq).record) if legs else None
+
+
+def leg_of(rows: list[LedgerRow], checkpoint_id: str) -> Leg:
+    """Return the leg that a checkpoint ends in: the one that it, or else its nearest ancestor with a leg, names."""
+    legs = {row.checkpoint_id: row.record for row in rows if isinstance(row, LegRow)}
+    at = next((each for each in lineage_of(rows, checkpoint_id) if each in legs), None)
+    if at is None:
+        raise LedgerError(
+            f"expected the leg of checkpoint {checkpoint_id!r} in the ledger, found none: restore the table"
+        )
+    return Leg.from_record(legs[at])
