@@ -40,14 +40,14 @@ class LakehouseConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True, use_attribute_docstrings=True)
 
     type: Literal["", "sql", "rest", "hive", "glue", "dynamodb", "bigquery"] = ""
-    """Kind of Iceberg catalog, as PyIceberg names it; empty: the one that the address shows."""
+    """Kind of Iceberg catalog, as PyIceberg names it. Empty: the kind that the address shows."""
     uri: str = ""
     """Address of the catalog. Empty: the catalog that `name` or `type` means, or else an SQLite file in the home folder
     ($DLAC_HOME, or the nearest .dlac upwards)."""
     warehouse: str = ""
-    """Folder or bucket of the tables. Empty: that of the catalog, or a folder in the home folder."""
+    """Folder or bucket of the tables. Empty: the catalog's warehouse, or a folder in the home folder."""
     name: str | None = None
-    """Without a uri: the catalog of this name in .pyiceberg.yaml or PYICEBERG_CATALOG__NAME__*. With a uri: the catalog's name
+    """Name of the catalog. Without a uri: in .pyiceberg.yaml or PYICEBERG_CATALOG__NAME__*. With a uri: the catalog's name
     for SQL engines, dlac if unset."""
     namespace: str = "dlac"
     """Namespace of DLAC's own tables (plans, consumption, ...)."""
@@ -94,7 +94,7 @@ class LakehouseConfig(BaseModel):
 
     @property
     def kind(self) -> str:
-        """The kind of the catalog: its type, "custom" for a py-catalog-impl, or else the one that the address shows."""
+        """The kind of the catalog: its type, "custom" for a py-catalog-impl, or else the kind that the address shows."""
         if CUSTOM_CATALOG in self.properties:
             return "custom"
         return self.type or {"http": "rest", "https": "rest", "thrift": "hive"}.get(self.uri.partition(":")[0], "sql")

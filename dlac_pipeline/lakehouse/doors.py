@@ -19,7 +19,7 @@ from dlac_pipeline.lakehouse.errors import BadInput
 
 @dataclass(frozen=True, slots=True)
 class Door:
-    """One entry point group. Nothing is imported before `load`."""
+    """An entry point group. Nothing is imported before `load`."""
 
     group: str
     """Name of the group: "dlac.launchers"."""

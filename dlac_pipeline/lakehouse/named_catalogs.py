@@ -28,7 +28,7 @@ _PROPERTIES = frozenset(
 
 
 def configured(config: LakehouseConfig) -> LakehouseConfig:
-    """Return settings with those that PyIceberg has under their name. Own ones win.
+    """Return settings, completed by the settings that PyIceberg has under their name. Own ones win.
 
     Raises `CatalogMisconfigured`, or `SpecInvalid` as `check_properties` and `check_pyiceberg`.
     """
@@ -62,7 +62,7 @@ def configured(config: LakehouseConfig) -> LakehouseConfig:
 
 
 def check_properties(names: Iterable[str]) -> None:
-    """Raise `SpecInvalid` for the name of a property that is that of one of PyIceberg's in another spelling."""
+    """Raise `SpecInvalid` for a property whose name is a property of PyIceberg in another spelling."""
     for name in names:
         family = re.split("[._-]", name.lower())[0]
         meant = similar_name(

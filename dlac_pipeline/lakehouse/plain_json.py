@@ -12,7 +12,7 @@ def strict_json(value: object, *, default: Callable[[Any], object] = str, indent
 
 
 def finite(value: object, *, default: Callable[[Any], object] = str) -> object:
-    """Return a value of plain types alone, in which every number is finite and None takes the place of the others."""
+    """Return a value of plain types alone, in which None replaces every number that is not finite."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if value is None or isinstance(value, str | int | bool):

@@ -18,7 +18,7 @@ _REFUSED = re.compile(
 )
 """Messages of object stores for such failures, without a number."""
 _STORES = ("AWS Error", "google::cloud", "curlCode", "Azure")
-"""By which messages of object stores are known: pyarrow's own, of damaged files, have no number either."""
+"""Words that mark messages of object stores: pyarrow's own messages, about damaged files, have no number either."""
 _random = random.SystemRandom()
 """A generator apart from training's, which a checkpoint restores. Forked ranks must not retry in lock-step."""
 

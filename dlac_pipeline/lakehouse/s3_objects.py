@@ -29,7 +29,7 @@ _PROXY = "s3.proxy-uri"
 _SECONDS = {"s3.connect-timeout": ("connect_timeout", "5"), "s3.request-timeout": ("timeout", "30")}
 """Settings in seconds, and their defaults. A part of an upload is one request."""
 _RETRIES: Any = {"max_retries": 3, "retry_timeout": timedelta(seconds=10)}
-"""Of one part, so that an upload of many does not begin again. The caller repeats what takes longer."""
+"""Seconds for one part, so that an upload of many does not begin again. The caller repeats a request that takes longer."""
 _ONE_REQUEST_BYTES = 64 << 20
 """Larger objects are uploaded in parts. obstore can make only a single request conditional."""
 _CHUNK_BYTES = 8 << 20
@@ -76,7 +76,7 @@ class Objects:
 
 
 class S3Objects(Objects):
-    """One bucket. Paths are `bucket/key`, as pyarrow writes them."""
+    """A bucket. Paths are `bucket/key`, as pyarrow writes them."""
 
     def __init__(self, bucket: str, properties: Mapping[str, str]) -> None:
         settings: dict[str, Any] = {ours: properties[name] for name, ours in SETTINGS.items() if name in properties}
@@ -128,7 +128,7 @@ class S3Objects(Objects):
                 self._store.delete([each["path"] for each in batch])
 
     def _create(self, path: str, content: bytes) -> None:
-        """Create an object. One of the same content may be that of a request whose answer was lost."""
+        """Create an object. An existing one of the same content may come from a request whose answer was lost."""
         try:
             self._store.put(_key(path), content, mode="create", use_multipart=False)
         except AlreadyExistsError:
@@ -162,7 +162,7 @@ def _other_writer(path: str) -> FileExistsError:
 
 @contextmanager
 def _as_os_errors() -> Iterator[None]:
-    """Turn obstore's errors into those of file systems, of one line. A missing object is a FileNotFoundError already."""
+    """Turn obstore's errors into errors of file systems, of one line. A missing object is a FileNotFoundError already."""
     try:
         yield
     except FileNotFoundError as err:

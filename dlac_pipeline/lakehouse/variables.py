@@ -20,7 +20,7 @@ _PYICEBERG = {
     "PYICEBERG_LEGACY_CURRENT_SNAPSHOT_ID": _FLAG,
     "PYICEBERG_DOWNCAST_NS_TIMESTAMP_TO_US_ON_WRITE": _FLAG,
 }
-"""Variables of PyIceberg beside those of catalogs, and the pattern of their values."""
+"""Variables of PyIceberg that configure no catalog, and the pattern of their values."""
 
 
 def similar_name(name: str, known: Collection[str]) -> str:

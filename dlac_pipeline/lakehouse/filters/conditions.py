@@ -78,7 +78,7 @@ class Condition(ABC):
         """The columns that it looks at."""
 
     def simplify(self, known: Known) -> "Condition":
-        """Return what the facts leave open of it."""
+        """Return the part of the condition that the facts leave open."""
         if not self.may_be_true(known):
             return NEVER
         return ALWAYS if self.must_be_true(known) else self
@@ -125,15 +125,15 @@ class Combination(Condition):
     parts: tuple[Condition, ...]
 
     def may_be_true(self, known: Known) -> bool:
-        """Return True if all parts, or one of them, may be true."""
+        """Return True if all parts (AND) or any part (OR) may be true."""
         return (all if self.every else any)(part.may_be_true(known) for part in self.parts)
 
     def must_be_true(self, known: Known) -> bool:
-        """Return True if all parts, or one of them, must be true."""
+        """Return True if all parts (AND) or any part (OR) must be true."""
         return (all if self.every else any)(part.must_be_true(known) for part in self.parts)
 
     def true_rows(self, table: pa.Table) -> _Flags:
-        """Return the rows for which all parts, or one of them, is true."""
+        """Return the rows for which all parts (AND) or any part (OR) is true."""
         return reduce(and_ if self.every else or_, (part.true_rows(table) for part in self.parts))
 
     @cached_property
@@ -142,7 +142,7 @@ class Combination(Condition):
         return tuple({path.field_id: path for part in self.parts for path in part.paths}.values())
 
     def simplify(self, known: Known) -> Condition:
-        """Return what the facts leave open of the parts."""
+        """Return the parts that the facts leave open."""
         return combine(self.every, [part.simplify(known) for part in self.parts])
 
 
@@ -203,7 +203,7 @@ class _Negatable(_OnOne):
     negated: bool = False
 
     def _must_be_true(self, facts: Facts) -> bool:
-        """Return True if all rows have values, for none of which the opposite may be true."""
+        """Return True if all rows have values, and the opposite may be true for no value."""
         return not facts.may_be_null and not replace(self, negated=not self.negated)._may_be_true(facts)
 
 

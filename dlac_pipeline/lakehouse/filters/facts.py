@@ -151,7 +151,7 @@ def _after_prefix(prefix: Any) -> Any:
 
 
 def _in_time(transform: Transform[Any, Any], kind: IcebergType, least: int, greatest: int) -> tuple[Any, Any]:
-    """Before 1970 some engines rounded towards 1970: such a partition may hold times of the unit before its own, too."""
+    """Before 1970 some engines rounded towards 1970: such a partition may hold times of the previous unit, too."""
     unit = literals.unit_ns(kind)
     if unit is None:
         return None, None

@@ -1,4 +1,4 @@
-"""From the text of a filter to its condition: comparisons of a column with literals under NOT, AND and OR.
+"""Parser of filters: the text becomes a condition, comparisons of a column with literals under NOT, AND and OR.
 
 sqlglot reads the text, in a dialect with the words and signs of filters alone: any other word is the name of a column.
 """
@@ -96,7 +96,7 @@ class _Binder:
         )
 
     def parse(self) -> exp.Expr:
-        """Return sqlglot's tree. It has all tokens of the text, and no other nodes than those of filters."""
+        """Return sqlglot's tree. It has all tokens of the text, and only nodes that filters have."""
         found = self._tokens()
         depths = accumulate({TokenType.L_PAREN: 1, TokenType.R_PAREN: -1}.get(token.token_type, 0) for token in found)
         if max(depths) > _DEEPEST:

@@ -1,4 +1,4 @@
-"""From a literal to the values of a column's type: the greatest that is not above it, its equal, the least not below it.
+"""Conversion of a literal to values of a column's type: the greatest that is not above it, its equal, the least not below it.
 
 A value is comparable as Python compares it: integers for numbers without a fraction, decimals (unscaled), dates and times
 (in the unit of their type), floats, text, bytes (also of a uuid), and booleans.

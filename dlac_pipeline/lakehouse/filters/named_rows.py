@@ -1,4 +1,4 @@
-"""From values of rows to a filter that selects these rows: the opposite of `grammar`."""
+"""Writer of filters: values of rows become a filter that selects these rows, the opposite of `grammar`."""
 
 import math
 import re

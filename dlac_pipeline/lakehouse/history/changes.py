@@ -32,7 +32,7 @@ def changes(
     `on_overwrite` decides on an overwrite for a run that follows the table:
 
     - "stop" raises unless the overwrite provably only removed rows.
-    - "read" reads rows that it added and leaves out those that it removed. Without row ids and identity columns its files are
+    - "read" reads rows that it added and leaves out rows that it removed. Without row ids and identity columns its files are
       read whole: rows that it kept are read again.
     - "ignore" reads nothing of it and leaves nothing out. An overwrite that provably only removed rows is a delete.
 
@@ -140,7 +140,7 @@ class History:
         return found
 
     def _alive(self, place: Place) -> Mask:
-        """Rows that are live in a place, with those that only an ignored overwrite deleted."""
+        """Rows that are live in a place, and rows that only an ignored overwrite deleted."""
         found = self._rows.alive(place)
         for before, after in self._found.spared:
             if place[1] in self._rows.files(before) and place[1] in self._rows.files(after):

@@ -75,7 +75,7 @@ def match(
     """Return the `old` rows that are among the `new` ones, and the new among the old: a mask per file, by position.
 
     Raises:
-        SpecInvalid: two rows of one side have the same identity, and the other side has it too.
+        SpecInvalid: two rows of one side have the same identity, and a row of the opposite side has it too.
         AppendHistoryLost: as before, with row ids.
         DataFileUnreadable: a data file cannot be read.
     """
@@ -108,7 +108,7 @@ def _join(connection: "DuckDBPyConnection", old: "_Side", new: "_Side") -> int:
 
 @dataclass
 class _Side:
-    """One side of a join: its rows numbered through, `row`, in the order of its files."""
+    """Side of a join: its rows numbered through, `row`, in the order of its files."""
 
     table: Table
     rows: Sequence[Rows]
@@ -210,7 +210,7 @@ def spilling_duckdb(memory_bytes: int = _MEMORY_BYTES) -> Iterator["DuckDBPyConn
 
 @contextmanager
 def _failure_of(*sides: _Side) -> Iterator[None]:
-    """Raise what a side failed of, in place of what DuckDB makes of it."""
+    """Raise the error that a side failed with, in place of DuckDB's error about it."""
     import duckdb
 
     try:

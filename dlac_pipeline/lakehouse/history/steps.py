@@ -1,6 +1,6 @@
 """Steps of a table's history: the changes of each snapshot, by its manifests, and the rows that live in it.
 
-In: two snapshots of a table. Out: the steps from one to the other, and the live rows of any data file on the way.
+In: two snapshots of a table. Out: the steps from the first to the second, and the live rows of any data file on the way.
 """
 
 from collections import defaultdict
@@ -107,7 +107,7 @@ def steps_between(table: Table, since: int, until: int) -> list[Step]:
 
 
 def _entries(table: Table, snapshot: Snapshot, *, own: bool) -> list[tuple[ManifestContent, ManifestEntry]]:
-    """The entries of a snapshot's manifests: those that it wrote itself (deleted ones too), or all live ones."""
+    """The entries of a snapshot's manifests: the entries that the snapshot wrote (deleted ones too), or all live entries."""
     found: list[tuple[ManifestContent, ManifestEntry]] = []
     with expect(f"the manifests of snapshot {snapshot.snapshot_id} of {table_name(table)!r}", "restore them"):
         for manifest in snapshot.manifests(table.io):

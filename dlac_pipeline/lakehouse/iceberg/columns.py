@@ -27,7 +27,7 @@ from dlac_pipeline.lakehouse.errors import DataFileUnreadable, NoSuchColumn, Uns
 
 FIELD_ID = b"PARQUET:field_id"
 READ_BY_NAME = "dlac.read-by-name"
-"""Property of a table whose data files were not written as its own: field ids in them are not the table's."""
+"""Property of a table whose data files another writer made: field ids in them are not the table's."""
 
 
 class NamesFirst(NameMapping):
@@ -57,7 +57,7 @@ def expect(files: str, advice: str = "restore the file, or plan another snapshot
 
 
 def open_parquet(stream: Any, fields: Iterable[ice.NestedField], **options: Any) -> pq.ParquetFile:
-    """Open a Parquet file of which these columns of a table are read. `options` are those of `ParquetFile`.
+    """Open a Parquet file to read these columns of a table. `options` are options of `ParquetFile`.
 
     Timestamps stored as INT96 can be any date from year 1 to 9999, which nanoseconds in 64 bits cannot, so they are read in
     the table's own unit.
@@ -131,7 +131,7 @@ class Bounds:
 
 
 class FileColumns:
-    """Reading of columns from one file. `in_file` are the file's columns to read, `absent` those that are constant here."""
+    """Reading of columns from one file. `in_file` are the file's columns to read, `absent` are columns that are constant here."""
 
     def __init__(self, columns: Sequence[_Column], first_leaves: Mapping[str, int]) -> None:
         self._columns = tuple(columns)
@@ -166,7 +166,7 @@ class FileColumns:
         return pa.table({column.field.name: _aligned(column, table, rows) for column in self._columns})
 
     def nulls(self, row_group: pq.RowGroupMetaData) -> dict[str, int]:
-        """Return the nulls of those columns, by name, of which the footer has a count, or that the file lacks."""
+        """Return the number of nulls by column: of columns whose count the footer has, and of columns that the file lacks."""
         counted = {name: bounds.nulls for name, bounds in self.bounds(row_group).items() if bounds.nulls is not None}
         absent = [each.field.name for each in self._columns if each.in_file is None and each.constant is None]
         return {**counted, **dict.fromkeys(absent, row_group.num_rows)}
@@ -407,7 +407,7 @@ def _struct(array: Any, found: Any, want: ice.StructType, mapped: MappedField | 
 
 
 def _id_below(child: pa.Field, mapped: MappedField | None) -> int | None:
-    """The field id of a struct's field in the file: its own, or that which the mapping gives its name."""
+    """The field id of a struct's field in the file: the field's id, or the id that the mapping gives its name."""
     if mapped is None:
         own = (child.metadata or {}).get(FIELD_ID)
         return None if own is None else int(own)

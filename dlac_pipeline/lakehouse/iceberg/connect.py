@@ -1,4 +1,4 @@
-"""From a lakehouse's settings to an open catalog: `LakehouseConfig` in, `Lakehouse` out."""
+"""Connection to a catalog: `LakehouseConfig` in, `Lakehouse` out."""
 
 import re
 import sqlite3
@@ -69,7 +69,7 @@ class Lakehouse:
         named: LakehouseConfig | None = None,
     ) -> None:
         self.config = config
-        """All settings, with those of PyIceberg's configuration: for this process only."""
+        """All settings, PyIceberg's configuration included: for this process only."""
         self.named = named or config
         """The settings as the job spec has them, which may be written."""
         self.catalog = catalog
@@ -82,7 +82,7 @@ class Lakehouse:
     def catalog_of(self, identifier: str) -> "tuple[Lakehouse, str]":
         """Return the catalog of a table, opened, and the table's name in it.
 
-        A name such as "lake:docs.pages" is that of table docs.pages in the catalog that PyIceberg's configuration names lake.
+        A name such as "lake:docs.pages" means table docs.pages in the catalog that PyIceberg's configuration names lake.
         "delta:/data/pages" is a table of another format, whose mirror is in this catalog. Raises `CatalogMisconfigured`.
         """
         if split_identifier(identifier) is not None:

@@ -39,7 +39,7 @@ decode_doubles_exactly()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeleteFile:
-    """A delete file. `equality_ids` are those of an equality delete, `offset` and `size_bytes` of a deletion vector's blob."""
+    """A delete file. `equality_ids` are an equality delete's, `offset` and `size_bytes` a deletion vector's place in its file."""
 
     path: str
     rows: int
@@ -54,7 +54,7 @@ class DeleteFile:
 class LiveFile:
     """A live Parquet data file. `residual` is the part of the filter that its partition leaves undecided.
 
-    `snapshot_id` is that of the snapshot that added it. `first_row_id` is None before format v3. `partition_values` are its
+    `snapshot_id` names the snapshot that added it. `first_row_id` is None before format v3. `partition_values` are its
     identity partition values by source field id. A deletion vector replaces positional delete files.
     """
 

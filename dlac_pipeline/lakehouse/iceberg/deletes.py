@@ -261,7 +261,7 @@ def _puffin_blobs(stream: InputStream, path: str) -> set[_Blob] | None:
 
 
 def matching_rows(table: pa.Table, deleted: pa.Table) -> Ints:
-    """Return sorted positions of the rows of `table` that are among those of `deleted` (same columns). Null equals null."""
+    """Return sorted positions of the rows of `table` that `deleted` (same columns) contains. Null equals null."""
     possible = np.ones(len(table), dtype=np.bool_)
     for name in table.column_names:
         possible &= pc.is_in(table[name], value_set=_combined([deleted[name]])).to_numpy()
@@ -273,7 +273,7 @@ def matching_rows(table: pa.Table, deleted: pa.Table) -> Ints:
 
 
 def _keys(table: pa.Table, deleted: pa.Table) -> Ints:
-    """One number for each row of both tables, in this order: equal numbers for equal rows."""
+    """Return a number for each row of both tables, in this order: equal numbers for equal rows."""
     keys: Ints = np.zeros(len(table) + len(deleted), dtype=np.int64)
     for name in table.column_names:
         encoded = _combined([table[name], deleted[name]]).dictionary_encode(null_encoding="encode")

@@ -1,4 +1,4 @@
-"""File I/O for a local warehouse that survives a power cut: pyiceberg does not fsync what it writes, and a catalog names it."""
+"""File I/O for a local warehouse that survives a power cut. pyiceberg does not fsync the files that a catalog names."""
 
 import io
 import os

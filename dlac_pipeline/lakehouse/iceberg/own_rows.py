@@ -2,7 +2,7 @@
 
 pyiceberg reads each manifest again for each scan, and converts the schema and the filter again for each data file, in Python.
 Own tables have many small files, their columns keep their names, and rows are removed with their files. So a manifest is read
-once, and a file of which few rows are wanted, too. Of many rows in local files DuckDB reads what is needed, PyArrow all.
+once, and so is a file if few of its rows are wanted. For many rows in local files DuckDB reads only the needed ones, PyArrow all.
 """
 
 import os

@@ -48,7 +48,7 @@ class PinUse:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pin:
-    """One pinned snapshot of one table. Its held data files are those that no other tag and no branch reaches."""
+    """A pinned snapshot of a table. Its held data files are reached by no other tag and by no branch."""
 
     table: str
     snapshot_id: int
@@ -114,7 +114,7 @@ def list_pins(lakehouse: Lakehouse, identifier: str | None = None) -> list[Pin]:
 
 
 def pins_table(lakehouse: Lakehouse, run_or_table: str | None = None) -> list[Pin]:
-    """Return the pins that a run uses, or else those of a table, or all of them. Raises `NoSuchTable` for another name."""
+    """Return the pins that a run uses, or else the pins of a table, or all pins. Raises `NoSuchTable` for another name."""
     if run_or_table is not None and run_or_table not in _runs(lakehouse):
         return list_pins(lakehouse, run_or_table)
     pins = list_pins(lakehouse)
@@ -270,7 +270,7 @@ def _pins_of(table: Table, name: str, plans: Sequence[Columns], runs: Mapping[st
 
 
 def _held_by_one(table: Table) -> dict[str, dict[str, int]]:
-    """Return ref -> the data files (path -> bytes) that nothing else reaches. Empty unless a pin has some of its own."""
+    """Return ref -> the data files (path -> bytes) that nothing else reaches. Empty unless a pin alone holds some."""
     if not any(name.startswith(_PREFIX) for name in table.refs()):
         return {}
     manifests: dict[str, ManifestFile] = {}

@@ -1,4 +1,4 @@
-"""Row groups of a pinned snapshot: the planned rows, with those that deletes, a filter or exclusions make dead.
+"""Row groups of a pinned snapshot: the planned rows, and the rows that deletes, a filter or exclusions make dead.
 
 Each footer is read once, in background threads. A filter is decided as early as possible: for a file by partition and
 metrics, for a row group by its statistics. Only if those leave it undecided, the filter's columns are read.
@@ -31,7 +31,7 @@ _THREADS = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowGroup:
-    """One row group of one data file. `dead` contains the sorted offsets of the rows that are not read."""
+    """A row group of a data file. `dead` contains the sorted offsets of the rows that are not read."""
 
     file_path: str
     row_group: int

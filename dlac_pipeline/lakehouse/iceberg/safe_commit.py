@@ -158,7 +158,7 @@ _CLASSES = {
     "bigquery": "pyiceberg.catalog.bigquery_metastore.BigQueryMetastoreCatalog",
 }
 _REST_TIMEOUT_S = (10.0, 60.0)
-"""To connect, and between two pieces of an answer."""
+"""Seconds to connect, and between two pieces of an answer."""
 _POSTGRES_TIMEOUTS = {"idle_in_transaction_session_timeout": "30s", "lock_timeout": "20s"}
 """Limits for a client that holds a row and does nothing, and for the wait for a row that another client holds."""
 _LIMIT_LOCKS = text(
@@ -175,7 +175,7 @@ def _limit_locks(connection: Connection) -> None:
 
 
 def _sync_commits(connection: DBAPIConnection, _: ConnectionPoolEntry) -> None:
-    """Make SQLite sync its folder after a commit: else a power cut brings the journal back, and undoes what was acknowledged."""
+    """Make SQLite sync its folder after a commit: else a power cut restores the journal, and undoes an acknowledged commit."""
     connection.cursor().execute("PRAGMA synchronous = EXTRA")
 
 

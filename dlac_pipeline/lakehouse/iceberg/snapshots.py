@@ -19,7 +19,7 @@ def pin_tag(snapshot_id: int) -> str:
 
 
 def snapshot_of(table: Table, snapshot_id: int | None, *, ref: str = "") -> Snapshot:
-    """The named snapshot, or that of a branch or a tag, or the current one.
+    """The named snapshot, or the snapshot of a branch or a tag, or the current one.
 
     Raises `NoSuchSnapshot`, or `UnsupportedSnapshot` for an id that is no signed 64-bit number, and so cannot be recorded.
     """

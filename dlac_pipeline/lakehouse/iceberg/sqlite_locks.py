@@ -24,7 +24,7 @@ def is_locked(err: Exception) -> bool:
 
 
 def lock_timeout_s(uri: str) -> float:
-    """Return the seconds that SQLite waits for a lock: those of the catalog's address, or half a minute."""
+    """Return the seconds that SQLite waits for a lock: as the catalog's address says, or half a minute."""
     values = parse_qs(uri.partition("?")[2]).get("timeout", [])
     with suppress(ValueError):
         return float(values[0]) if values else _LOCK_TIMEOUT_S
@@ -45,7 +45,7 @@ class ReportingConnection(sqlite3.Connection):
     """
 
     def __init__(self, database: str, *, file: Path, timeout: float = _LOCK_TIMEOUT_S, **options: Any) -> None:
-        """`timeout` is the whole wait. `options` are those of `sqlite3.connect`."""
+        """`timeout` is the whole wait. `options` are options of `sqlite3.connect`."""
         self._file = file
         self._timeout_s = timeout
         self._first_s = min(timeout, _REPORT_AFTER_S)

@@ -17,14 +17,14 @@ from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, reachable
 from dlac_pipeline.lakehouse.retrying import as_commit_conflict, retrying
 
 UPKEEP_OF_SNAPSHOT = "dlac.upkeep"
-"""Property of a snapshot: what was done, by which no row was added or taken."""
+"""Property of a snapshot: the upkeep that made it, which added and removed no row."""
 
 
 class LeanTransaction(Transaction):
     """A transaction whose `table_metadata` is kept until another update is staged. Callers must not change the result.
 
     pyiceberg copies a table's whole metadata, deeply, some twenty times in the course of one append. With twenty snapshots in
-    it, that was half of what the append took of the processor.
+    it, that was half of the append's processor time.
     """
 
     def __init__(self, table: Table) -> None:
@@ -65,7 +65,7 @@ def expire(lakehouse: Lakehouse, name: str, *, keep: int = KEEP_SNAPSHOTS) -> in
 
 
 def expire_in(transaction: Transaction, *, keep: int = KEEP_SNAPSHOTS) -> None:
-    """Have `transaction` expire all snapshots but the newest `keep`, and those that a branch or a tag names."""
+    """Have `transaction` expire all snapshots but the newest `keep`, and the snapshots that a branch or a tag names."""
     metadata = transaction.table_metadata
     named = {ref.snapshot_id for ref in metadata.refs.values()}
     newest_first = sorted(metadata.snapshots, key=lambda each: each.sequence_number or 0, reverse=True)

@@ -144,7 +144,7 @@ def _remove(lakehouse: Lakehouse, name: str, folder: TableFolder) -> Removed:
 
 
 def _move_main(lakehouse: Lakehouse, name: str) -> None:
-    """Commit a snapshot that changes nothing: what was built on an earlier read of the table cannot land any more."""
+    """Commit a snapshot that changes nothing: a commit that was built on an earlier read of the table then fails."""
 
     def once() -> None:
         table = lakehouse.own(name)

@@ -1,4 +1,4 @@
-"""Columns of a Parquet file as those of an Iceberg table: types with equal values, and columns that have none."""
+"""Columns of a Parquet file as columns of an Iceberg table: types with equal values, and columns that have none."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator

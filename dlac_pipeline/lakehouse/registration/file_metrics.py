@@ -1,4 +1,4 @@
-"""From the footer of a Parquet file to its entry in a manifest: rows, places of row groups, and bounds of flat columns."""
+"""Manifest entry of a Parquet file, made from its footer: rows, places of row groups, and bounds of flat columns."""
 
 from functools import partial
 from typing import Any
@@ -52,7 +52,7 @@ def _by_id(fields: list[NestedField], values: list[Any]) -> dict[int, Any]:
 
 
 def _offset(chunk: pq.ColumnChunkMetaData) -> int:
-    """Return the place of a row group's first page, which is that of its dictionary if it has one."""
+    """Return the place of a row group's first page, which is its dictionary's page if it has one."""
     return int(min(chunk.dictionary_page_offset or chunk.data_page_offset, chunk.data_page_offset))
 
 

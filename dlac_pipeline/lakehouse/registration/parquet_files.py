@@ -35,7 +35,7 @@ class ParquetFile:
     """A file at a location, not opened yet."""
 
     address: str
-    """As Iceberg records it."""
+    """The value as Iceberg records it."""
     bytes: int
     changed_at: datetime | None
     keys: Mapping[str, str | None] = field(default_factory=dict)
@@ -92,7 +92,7 @@ class Location:
         return files
 
     def check_plain(self) -> None:
-        """Raise `SpecInvalid` if a folder is that of a table, or is in one, whose deleted rows may be in its files."""
+        """Raise `SpecInvalid` if a folder belongs to a table: its files may have rows that the table deleted."""
         root, _ = self._root()
         self._check_no_log(root)
         for above in PurePosixPath(root).parents if self._is_local else PurePosixPath(root).parents[:-1]:
@@ -113,7 +113,7 @@ class Location:
                 raise SpecInvalid(f"{problem.format('an Iceberg table')}name it as namespace.table, in its catalog")
 
     def _info(self, place: str | FileSelector) -> Any:
-        """Return the file or folder at a path, or the list of those that a selector selects."""
+        """Return the file or folder at a path, or the list of files that a selector selects."""
         with expect(f"to list {self.pattern!r}", "correct the location, or reach it"):
             return self._files.get_file_info(place)
 
@@ -141,7 +141,7 @@ class Location:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitedColumns:
-    """The columns of all files, without ids, and those that are left out, each with the reason."""
+    """The columns of all files, without ids, and the columns that are left out, each with the reason."""
 
     columns: list[NestedField]
     left_out: dict[str, str]
@@ -157,10 +157,10 @@ def unite_columns(
 ) -> UnitedColumns:
     """Return the wider type of each column, then the partition keys.
 
-    `known` are the columns of the table, without ids, and `left_out` are those that it has left out before.
+    `known` are the columns of the table, without ids, and `left_out` are columns that it has left out before.
 
     Raises:
-        SpecInvalid: two files have types of a column of which neither is wider, or a key is also a column.
+        SpecInvalid: two files have a column in two types and neither type is wider, or a key is also a column.
         UnsupportedColumn: no column is left, a file has a column of the table in a type that Iceberg has not, or names of
             columns contradict each other.
     """
@@ -241,7 +241,7 @@ def _keys(path: str, root: str) -> dict[str, str | None]:
 
 
 def check_keys(files: Sequence[ParquetFile], keys: Sequence[str] | None) -> None:
-    """Raise `SpecInvalid` unless all files have the partition keys `keys`, or those of the first file, in any order."""
+    """Raise `SpecInvalid` unless all files have the partition keys `keys`, or the keys of the first file, in any order."""
     expected, origin = (list(files[0].keys), repr(files[0].address)) if keys is None else (list(keys), "the table")
     for file in files:
         if sorted(file.keys) != sorted(expected):
