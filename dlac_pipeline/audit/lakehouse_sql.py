@@ -45,7 +45,7 @@ _DEFINITION = re.compile(r"CREATE OR REPLACE (?:VIEW|MACRO) (\w+)")
 _LISTING = re.compile(r"\b(show|describe|pragma|information_schema|query_table|(duckdb|sqlite|pg)_\w+)\b")
 """Words of a query that may use any table or view without its name."""
 _READING_FILES = re.compile(r"/|read_|scan|glob|sniff|parquet")
-"""Texts of a query, one of which occurs where it reads a data file."""
+"""Texts of a query. Where it reads a data file, at least one occurs."""
 _NAMED_BY = {"slices": "cut_id", "plans": "plan_id", "work_units": "write_id"}
 """The column that names the rows of other tables that the ledger of a run needs: by the values of `named_*.sql`."""
 _KEPT = ("branch_checkpoints", "lineage", "advances", "cuts", "legs", "leg_sources", "leg_cuts", "live_plans")
@@ -64,7 +64,7 @@ _BEFORE_NAMES = {
 }
 """Words after which one of `_WRITING` is the name of a column or a table: no statement begins there."""
 _PRAGMAS = ("table_info", "show", "show_tables", "show_tables_expanded", "database_list", "storage_info", "version")
-"""Pragmas that read what is in memory."""
+"""Pragmas that read memory only."""
 _RUNNING = ("query", "json_execute_serialized_sql")
 """Functions that run text as SQL."""
 
@@ -119,7 +119,7 @@ def open_audit(
 
 
 def scripts_of(needed: Collection[str]) -> list[str]:
-    """Return the scripts that define these names, each after those that it uses."""
+    """Return the scripts that define these names, each after the scripts that it uses."""
     return [name for name in VIEWS if not _words_and_names(name)[1].isdisjoint(needed)]
 
 
@@ -251,7 +251,7 @@ def _is_pragma(statement: str) -> bool:
 
 
 def _words_of(query: str) -> list[tuple[str, Any]]:
-    """Return the words of a query and what they are, without its comments."""
+    """Return the words of a query and their kinds, without its comments."""
     text, tokens = query.encode(), duckdb.tokenize(query)
     ends = [*(at for at, _ in tokens[1:]), len(text)]
     words = [

@@ -1,4 +1,4 @@
-"""The losses of a run: those of every optimizer step on its surviving lineage, from the checkpoint rows of the ledger."""
+"""Losses of a run: of every optimizer step on its surviving lineage, from the checkpoint rows of the ledger."""
 
 import struct
 from dataclasses import dataclass

@@ -37,7 +37,7 @@ _CAUSES = {
 
 
 def draw_losses(curves: Sequence[LossCurve]) -> bytes:
-    """Draw one or two loss curves over each other. Marks are those of the last."""
+    """Draw one or two loss curves over each other. The last one has the marks."""
     figure = _figure(9.0, 3.6)
     axes = figure.add_subplot()
     for curve, (color, width) in zip(curves, _LINES[-len(curves) :], strict=True):

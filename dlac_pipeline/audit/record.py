@@ -1,7 +1,7 @@
-"""Records of exact audits, by which a later audit checks only what came since.
+"""Records of exact audits. With a record, a later audit checks only newer rows.
 
 A record is a Parquet file of the auditor. It has the advances up to a checkpoint, merged, and the digest of the ledger rows that
-they were made of. A later audit compares that digest with the ledger, and reads the merged rows instead of those.
+they were made of. A later audit compares that digest with the ledger, and reads the merged rows in their place.
 """
 
 import json
@@ -25,18 +25,18 @@ _DIGEST = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AuditRecord:
-    """What a record says of the ledger that was audited."""
+    """Facts of the ledger that was audited."""
 
     run: str
     checkpoint_id: str
     """The head that was audited."""
     seq: int
-    """Of the head. The record answers for the advances up to it."""
+    """Id of the head. The record answers for the advances up to it."""
     rows: int
     digest: str
     """Sum of DuckDB's hashes of the advances. Another version of DuckDB may hash otherwise: then everything is audited again."""
     uneven: tuple[str, ...]
-    """Checkpoints whose shares are uneven for a good reason. What comes later may refute it, so they are checked again."""
+    """Checkpoints whose shares are uneven for a good reason. Later rows may refute the reason, so they are checked again."""
 
 
 def read_audit_record(path: Path, run: str) -> AuditRecord | None:
@@ -83,7 +83,7 @@ def read_merged(connection: duckdb.DuckDBPyConnection, *, path: Path, record: Au
 
 
 def is_continued(connection: duckdb.DuckDBPyConnection, record: AuditRecord) -> bool:
-    """Return whether a connection has the rows of a record, and the present head is that of the record or continues it."""
+    """Return whether a connection has the rows of a record, and the present head is the record's head or continues it."""
     merged = connection.execute("FROM duckdb_tables() WHERE table_name = 'audited'").fetchall()
     return bool(
         merged and connection.execute("FROM lineage WHERE checkpoint_id = ?", [record.checkpoint_id]).fetchall()

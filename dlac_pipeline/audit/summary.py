@@ -1,4 +1,4 @@
-"""Summaries of what a model was trained on, by the ledger, in a form that the public is owed."""
+"""Summaries of the training data of a model, by the ledger, in a form that the public is owed."""
 
 from importlib.resources import files
 from typing import Any

@@ -67,7 +67,7 @@ class Heartbeat:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop. The run is about to report its own end."""
+        """Stop. The run is about to report its end."""
         self._closed.set()
         self._thread.join()
 

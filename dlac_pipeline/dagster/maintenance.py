@@ -72,7 +72,7 @@ class VerifyConfig(Section, dg.Config):
 def newest_checkpoints_verified(
     context: dg.OpExecutionContext, config: VerifyConfig, lakehouse: LakehouseResource
 ) -> dg.Output[None]:
-    """A table of what was found. Fails when a checkpoint is damaged or a named run does not exist, after all were read."""
+    """A table of the findings. Fails when a checkpoint is damaged or a named run does not exist, after all were read."""
     from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 
     place = lakehouse.lakehouse()
@@ -105,7 +105,7 @@ def newest_checkpoints_verified(
 
 
 def _files_of(lakehouse: "Lakehouse", run: str) -> "StoreFiles | None":
-    """Return the store's files, with the store's own settings where the run was launched here, else those of the lakehouse."""
+    """Return the store's files: with its own settings where the run was launched here, else with the lakehouse's."""
     from dlac_pipeline.checkpoint.store import tiers_of
     from dlac_pipeline.supervise.claims import last_spec
 
@@ -177,13 +177,13 @@ def _trained_since(lakehouse: "Lakehouse", since: datetime) -> list[str]:
 
 @dg.job(description="Rehearses runs in a sandbox during training. Losses that are not bit-identical fail the check.")
 def rehearse_job() -> None:
-    """One op per training run."""
+    """An op per training run."""
     runs_to_rehearse().map(rehearsal)
 
 
 @dg.op(description="Adds the new Parquet files at the location of each registered table, in one commit per table.")
 def new_files_registered(context: dg.OpExecutionContext, lakehouse: LakehouseResource) -> dg.Output[None]:
-    """A table of what was done. Fails after all tables if a file was refused."""
+    """A table of the work that was done. Fails after all tables if a file was refused."""
     from dlac_pipeline.lakehouse.registration.register import register, registered_tables
 
     place = lakehouse.lakehouse()

@@ -28,7 +28,7 @@ def heartbeat_resource(context: dg.InitResourceContext) -> Iterator[Heartbeat]:
 
 
 class LakehouseResource(dg.ConfigurableResource[Any]):
-    """The embedded lakehouse of $DLAC_HOME, or the one that is named, as in a job spec."""
+    """The embedded lakehouse of $DLAC_HOME, or a named lakehouse, as in a job spec."""
 
     type: str = ""
     uri: str = ""

@@ -1,4 +1,4 @@
-"""Training runs of a code location, and the Dagster runs that train them: those that plan to materialize `models/<run>`."""
+"""Training runs of a code location, and the Dagster runs that train them: they plan to materialize `models/<run>`."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -20,7 +20,7 @@ RUNS_JOB = "training_runs_job"
 TrainingJob = Any
 """A job as `dg.define_asset_job` returns it: its class has no public name."""
 MONITORED = [dg.define_asset_job(name) for name in (RUNS_JOB, "__ASSET_JOB")]
-"""The jobs whose runs may train: that one, and the one that *Materialize* in the UI launches. Dagster uses only their names."""
+"""Names of the jobs whose runs may train: DLAC's job, and the job that *Materialize* in the UI launches."""
 NOT_RETRIED = {"dagster/max_retries": "0"}
 """Keeps Dagster's `run_retries` from restarting a run that the sensors recover."""
 _MODELS, _PLANS = "models", "plans"
@@ -70,7 +70,7 @@ class TrainingRunDefinition:
         return self.kept.of_run(self.name) or self.job_spec()
 
     def trained_spec(self) -> JobSpec:
-        """Return the spec of the last launch on this node, or the one that was loaded."""
+        """Return the spec of the last launch on this node, or the loaded spec."""
         from dlac_pipeline.supervise.claims import last_spec
 
         try:

@@ -9,8 +9,8 @@ A batch is a plain dict, through which pin_memory and the collators of other lib
 its other facts. `as_batch` makes a `Batch` of it.
 
 The position is the last batch that the consumer received: call `state_dict()` after its optimizer step. The dataset sees the
-batches of worker processes through `loader()`, or by `observe(batch)`, which a consumer that reads ahead in its own process
-(Accelerate does, by one batch) calls after each step. Consumption is not recorded in the ledger: use `training_run` for that.
+batches of worker processes through `loader()`, or by `observe(batch)`. A consumer that reads ahead without worker processes
+(Accelerate does, by one batch) calls it after each step. Consumption is not recorded in the ledger: use `training_run` for that.
 """
 
 from dlac_pipeline.dataset.batches import ABOUT, DictBatch, as_batch

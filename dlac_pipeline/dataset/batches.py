@@ -18,7 +18,7 @@ LAST_BATCHES: tuple[str, ...] = get_args(LastBatch)
 
 
 def as_batch(batch: DictBatch) -> Batch:
-    """Return the `Batch` of a dict that a dataset gave, for its `mean` and `token_mean`, without what it moved."""
+    """Return the `Batch` of a dict that a dataset gave, for its `mean` and `token_mean`, without its advances."""
     about = batch[ABOUT]
     named = {name: about[name] for name in ("step", "valid", "source", "rows", "tokens", "world_size")}
     tensors = {name: tensor for name, tensor in batch.items() if name != ABOUT}
@@ -26,7 +26,7 @@ def as_batch(batch: DictBatch) -> Batch:
 
 
 def as_dict(batch: Batch) -> DictBatch:
-    """Return a batch as a dict: tensors by column, and its own facts. Raises `SpecInvalid` if a column has their key."""
+    """Return a batch as a dict: tensors by column, and facts of the batch. Raises `SpecInvalid` if a column has their key."""
     if ABOUT in batch.tensors:
         raise SpecInvalid(f"expected columns of other names than {ABOUT!r}, found it: let a transform rename it")
     names = ("step", "valid", "source", "rows", "tokens", "world_size")

@@ -1,4 +1,4 @@
-"""One rank's batches as an `IterableDataset` with a position, and a `DataLoader` that reports what the consumer received."""
+"""Batches of a rank as an `IterableDataset` with a position, and a `DataLoader` that reports received batches."""
 
 import gc
 import json
@@ -33,15 +33,15 @@ os.register_at_fork(after_in_child=gc.freeze)
 
 
 class DlacDataset(IterableDataset[DictBatch]):
-    """One rank's batches from its position to the end of the last pass. Each iteration resumes at the consumer's position.
+    """Batches of a rank from its position to the end of the last pass. Each iteration resumes at the consumer's position.
 
     With k workers of a `DataLoader(dataset, batch_size=None)`, worker w reads batches w, w+k, w+2k, ..., which the DataLoader
-    puts in order again. It skips the others, but has to decode their row groups (streamed: tokenize their documents) anyway.
+    puts in order again. It decodes the row groups of skipped batches, too (streamed: it tokenizes their documents).
     The dataset itself decodes in `read.threads` threads, so 0 or 1 workers are the fastest.
 
     For a streamed leg (packing, a transform) all ranks have to agree on its end. They do under torch.distributed, iterated
-    without workers or through `loader()`. Otherwise each rank ends with its own key groups, and a batch's `rows` and `tokens`
-    are those of this rank alone (`world_size` 1).
+    without workers or through `loader()`. Otherwise each rank ends when its key groups end, and a batch's `rows` and `tokens`
+    count this rank alone (`world_size` 1).
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class DlacDataset(IterableDataset[DictBatch]):
         last_batch: LastBatch = "partial",
         plans: Plans | None = None,
     ) -> None:
-        """Made by `open_dataset`. `plans` are those that this process has made."""
+        """Made by `open_dataset`. `plans` are plans that this process has made."""
         self.spec = spec
         self.leg = leg
         self.rank = rank
@@ -65,7 +65,7 @@ class DlacDataset(IterableDataset[DictBatch]):
         self._shares_end = group is not None
         """True if other ranks of torch.distributed read the same dataset. Spawned workers know it, and have no group."""
         self._agreeing = False
-        """True while a loader that agrees with the other ranks on the end starts its workers."""
+        """True while a loader starts its workers, if all ranks agree on the end."""
         self._step = leg.start_step
         self._cursors = states.start_of(leg, self.key_groups)
         self._base: int | None = None
@@ -134,7 +134,7 @@ class DlacDataset(IterableDataset[DictBatch]):
 
         Then iterate again.
 
-        The snapshot is that of the state, unless the spec names one.
+        The state names the snapshot, unless the spec does.
 
         Raises:
             ResumeMismatch: the state was read with other settings, of another table, or lacks key groups of this rank.
@@ -166,11 +166,11 @@ class DlacDataset(IterableDataset[DictBatch]):
         pin_memory: bool | None = None,
         **options: Any,
     ) -> "DlacLoader":
-        """Return a `DataLoader` over this dataset through which `state_dict()` knows what the consumer received.
+        """Return a `DataLoader` over this dataset through which `state_dict()` knows the last batch that the consumer received.
 
         `inputs` turns a batch into the model's inputs, in the workers if they exist. The loader then yields that. `device` is
         where batches are copied to, on a stream of their own. `pin_memory` puts them into page-locked memory, by default if
-        they go to an accelerator. Without an accelerator both change nothing. `options` are the others of DataLoader:
+        they go to an accelerator. Without an accelerator both change nothing. `options` are further arguments of DataLoader:
         num_workers, prefetch_factor, persistent_workers, multiprocessing_context, ...
 
         Raises `SpecInvalid` if the device is not on this node.
@@ -307,7 +307,7 @@ class DlacDataset(IterableDataset[DictBatch]):
 
 
 class DlacLoader(DataLoader[DictBatch]):
-    """A `DataLoader` of whole batches that reports to its dataset what the consumer received.
+    """A `DataLoader` of whole batches that reports to its dataset which batch the consumer received.
 
     A second iteration resumes at the consumer's position, with new workers. Accelerate's `prepare` leaves it unchanged: ranks
     have their shares already, and nothing may be read ahead of the consumer. Batches are on `device`, or in host memory
@@ -350,7 +350,7 @@ class DlacLoader(DataLoader[DictBatch]):
                 yield copy_batch(batch, self._copies)
 
     def state_dict(self) -> states.State:
-        """Return the consumer's position: that of `DlacDataset.gathered_state`, equal on all ranks. Collective if streamed."""
+        """Return the consumer's position as `DlacDataset.gathered_state` does, equal on all ranks. Collective if streamed."""
         return self._source.gathered_state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

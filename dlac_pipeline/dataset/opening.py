@@ -39,8 +39,8 @@ def open_dataset(
 ) -> DlacDataset:
     """Return this rank's dataset over a job spec, or over `table`, `columns`, `batch_size` and further settings.
 
-    `batch_size` is that of the global batch. A rank's batch has batch_size / world_size samples. Rank and world size default
-    to those of torch.distributed where it is initialized, then to RANK and WORLD_SIZE, then to one rank. A share by these
+    `batch_size` is the size of the global batch. A rank's batch has batch_size / world_size samples. Rank and world size default
+    to torch.distributed's where it is initialized, then to RANK and WORLD_SIZE, then to one rank. A share by these
     variables is logged, as a warning unless torchrun set them: `rank=0, world_size=1` reads all rows whatever they are. Under
     torch.distributed every rank calls this: rank 0 plans and shares the plan. `state`, or the folder or file that contains
     one, opens at that position, on the snapshot that it names. Without it the table's current snapshot is pinned and planned.
@@ -48,7 +48,7 @@ def open_dataset(
     `last_batch` decides on batches for which too few samples are left. Every rank has the same number of batches in all
     three:
 
-    - "partial" gives their samples only, so a rank may have fewer than the others, or none;
+    - "partial" gives their samples only, so ranks may have different numbers of samples, or none;
     - "drop" leaves them out on all ranks;
     - "pad" fills them up with zero rows, which batch["dlac"]["valid"] marks as False.
 
@@ -87,7 +87,7 @@ def _share(rank: SupportsIndex | None, world_size: SupportsIndex | None, batch_s
 
 
 def _check_readable(spec: job_spec.JobSpec, last_batch: str) -> None:
-    """Check what a spec asks for that training_run can do and a dataset cannot, and `last_batch`."""
+    """Refuse requests of a spec that training_run can fulfil and a dataset cannot, and check `last_batch`."""
     if last_batch not in LAST_BATCHES:
         raise SpecInvalid(f"expected last_batch to be one of {LAST_BATCHES!r}, found {last_batch!r}: correct it")
     if any(source.follow != "pinned" for source in spec.sources):
@@ -119,7 +119,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 def _check_types(**arguments: object) -> None:
-    """Raise `SpecInvalid` for an argument of a wrong type that is no setting. The job spec checks those of settings."""
+    """Raise `SpecInvalid` for an argument of a wrong type that is no setting. The job spec checks the types of settings."""
     for name, value in arguments.items():
         wanted = _TYPES[name]
         if value is not None and (not isinstance(value, wanted) or isinstance(value, bool)):

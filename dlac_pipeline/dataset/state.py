@@ -46,7 +46,7 @@ def make_state(
 
 
 def merge_states(states: Sequence[Mapping[str, Any]]) -> State:
-    """One state of those of all ranks at one step, which any number of ranks can load.
+    """Merge the ranks' states of one step into a state that any number of ranks can load.
 
     Raises `ResumeMismatch` if they are of different steps or legs, differ in a key group that ranks share, or one is missing.
     """
@@ -201,7 +201,7 @@ def _is_place(group: int, source: SourceOrder, cursor: object) -> bool:
 
 
 def check_requested(spec: JobSpec, leg: Leg) -> None:
-    """Check that the spec requests what the leg of a state binds. A snapshot that it does not name is that of the state."""
+    """Check that the spec requests the settings of a state's leg. The state names the snapshot if the spec does not."""
     lakehouse = connect(spec.lakehouse, tables=spec.own_tables)
     uuids = {source.table: str(lakehouse.load(source.table).metadata.table_uuid) for source in spec.sources}
     differing = leg.differences(requested_leg(spec, leg, uuids))
@@ -230,7 +230,7 @@ def cursors_of(state: State, leg: Leg, key_groups: range) -> Cursors:
 
 
 def base_of(state: State) -> int | None:
-    """Return the step after which the workers took turns, if the state is that of a worker."""
+    """Return the step after which the workers took turns, if a worker made the state."""
     part, worker = state.get("worker"), get_worker_info()
     if part is None:
         return None

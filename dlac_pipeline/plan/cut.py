@@ -23,7 +23,7 @@ MAX_BLOCK_ROWS = 2**31
 """A block has fewer rows, so that a*k + c fits into a BIGINT."""
 _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
-"""Of splitmix64, written out here because NumPy's generators may change between versions.
+"""Constants of splitmix64, written out here because NumPy's generators may change between versions.
 
 Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
 """
@@ -125,7 +125,7 @@ class Block:
 
 
 def deal(live_rows: int, dealt: Ints) -> Ints:
-    """Return the number of `live_rows` for each key group, given what it was dealt before: int64 [G].
+    """Return the number of `live_rows` for each key group, given the number that it was dealt before: int64 [G].
 
     Group g gets max(0, floor((M+g)/G) - t_g), M being the smallest number for which these sum to `live_rows`. Over many
     passes and appends all groups stay level.
@@ -308,7 +308,7 @@ def _largest_partial_quotient(a: int, rows: int) -> int:
 
 
 def mix(value: int) -> int:
-    """One splitmix64 output for the 64-bit state `value`."""
+    """Return splitmix64's output for the 64-bit state `value`."""
     z = (value + _GAMMA) & _MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK

@@ -48,7 +48,7 @@ class LegSettings:
 
 @dataclass(frozen=True, slots=True)
 class _Phase:
-    """From sample `start` of a key group these sources remain. `before` counts the samples of each source until then."""
+    """Sources that remain from sample `start` of a key group on. `before` counts the samples of each source until then."""
 
     start: int
     before: Ints
@@ -56,7 +56,7 @@ class _Phase:
 
 
 class LegOrder:
-    """The order of a leg. `streamed` marks its sources whose samples are not rows, `active` those that this leg reads."""
+    """The order of a leg. `streamed` marks its sources whose samples are not rows, `active` the sources that this leg reads."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """Keys of rows: digests of identity columns or v3 row ids, by which a document is found after its data files are gone.
 
-In: data files of a table. Out: rows of the own table `row_keys`, sorted by key. A file is keyed once, whichever plan names it.
+In: data files of a table. Out: rows of the own table `row_keys`, sorted by key. A file is keyed once, however many plans name it.
 """
 
 import json
@@ -104,7 +104,7 @@ def _append(lakehouse: Lakehouse, connection: Any) -> None:
 
 
 def _count_unkeyed(lakehouse: Lakehouse, connection: Any) -> int:
-    """Drop the found files that have keys by now. Return the number of the others."""
+    """Drop the found files that have keys by now. Return the number of files that are left."""
     connection.register("known", lakehouse.read_own("row_keys", NO_KEY, columns=("file",)))
     connection.execute("DELETE FROM found WHERE file IN (SELECT file FROM known)")
     return int(connection.execute("SELECT count(*) FROM found WHERE key IS NULL").fetchall()[0][0])

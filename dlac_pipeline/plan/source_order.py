@@ -52,7 +52,7 @@ class SourceStart:
 
     @classmethod
     def fresh(cls, key_groups: int, upcoming: Sequence[tuple[str, int]]) -> "SourceStart":
-        """The start of a source of which nothing was read."""
+        """The start of a source before its first row is read."""
         return cls(cursors=(Cursor(),) * key_groups, dealt=(0,) * key_groups, upcoming=tuple(upcoming))
 
     @property
@@ -95,7 +95,7 @@ class RowRange:
         return rows if self.portion is None else rows - self.block.base[self.portion[0]]
 
     def portions(self, slices_at_once: Sequence[int]) -> "Iterator[RowRange]":
-        """Divide the rows of an unshuffled block by its slices, of which each number in `slices_at_once` are decoded together."""
+        """Divide the rows of an unshuffled block by its slices. `slices_at_once`: numbers of slices decoded together."""
         ends = np.cumsum(self.block.slices.live)
         first = 0
         for count in slices_at_once:
@@ -114,7 +114,7 @@ class RowRange:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Entry:
-    """One cut of the queue. `begins` and `ends` count a key group's rows since the leg began, `passed` its rows before that."""
+    """A cut of the queue. `begins` and `ends` count a key group's rows since the leg began, `passed` its rows before that."""
 
     cut: OpenCut
     queue: int

@@ -1,4 +1,4 @@
-"""The work units of a plan as columns: what the order is computed from, without a Python object per unit."""
+"""Work units of a plan as columns. The order is computed from them, without a Python object per unit."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitTable:
-    """One entry per work unit, in plan order (file path, row group)."""
+    """Columns with an entry per work unit, in plan order (file path, row group)."""
 
     file_paths: list[str]
     file: Ints

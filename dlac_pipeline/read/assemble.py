@@ -1,4 +1,4 @@
-"""From rows of decoded columns to the tensors of a batch, or of several full batches at once."""
+"""Assembly of batches: rows of decoded columns become the tensors of a batch, or of several full batches at once."""
 
 import math
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ Piece = tuple[Column, Ints, Ints]
 def assemble(kind: ColumnKind, pieces: Sequence[Piece], slots: int, *, length: int = 0) -> dict[str, Array]:
     """Return the tensors of one column of a batch of `slots` samples, as fresh arrays. Slots without a row are zeros or empty.
 
-    `length` is that of the lists of a batch without rows.
+    `length` is the length of the lists of a batch without rows.
 
     Raises `UnsupportedColumn` if the pieces contain lists of different lengths.
     """
@@ -106,7 +106,7 @@ def _shape(kind: ColumnKind, columns: Sequence[Column], length: int) -> tuple[in
 
 
 def shape_of(kind: ColumnKind, length: int = 0) -> tuple[int, ...]:
-    """Return the shape of a row of a column. `length` is that of its lists where the kind does not know it."""
+    """Return the shape of a row of a column. `length` is the length of its lists where the kind does not know it."""
     if kind.listed:
         return (length if kind.length is None else kind.length, *kind.inner)
     return () if kind.width is None else (kind.width,)

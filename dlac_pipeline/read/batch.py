@@ -18,9 +18,9 @@ def _nothing(*losses: torch.Tensor) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """One rank's part of a global batch: B/W slots. At the end of the last pass the last ones may be empty.
+    """Share of a rank in a global batch: B/W slots. At the end of the last pass the last ones may be empty.
 
-    Of a replica group B/W is rounded up or down. In host memory, or on the requested device.
+    B/W is rounded up or down for a replica group. Tensors are in host memory, or on the requested device.
     """
 
     step: int
@@ -41,7 +41,7 @@ class Batch:
     moved: tuple[Moved, ...] = ()
     """The ranges that the batch moved, where the step does not determine them."""
     micro_batches: int = 1
-    """Number of micro-batches of the rank's batch, of which this is one. Their gradients are averaged."""
+    """Number of micro-batches of the rank's batch, this one included. Their gradients are averaged."""
     on_mean: Callable[[torch.Tensor], None] = field(default=_nothing, repr=False)
     """Receives the losses of samples or tokens when their mean is requested: the forward part of the step is done."""
     on_weight: Callable[[], None] = field(default=_nothing, repr=False)
@@ -76,7 +76,7 @@ class Batch:
         return self._share(per_sample, counted=self.valid, of=self.rows)
 
     def token_mean(self, per_token: torch.Tensor) -> torch.Tensor:
-        """As `mean`, of `per_token` [B/W, T] over the tokens of a packed global batch. Padding does not count."""
+        """Return the mean of `per_token` [B/W, T] over the tokens of a packed global batch. Padding does not count."""
         return self._share(per_token, counted=self.tensors["document"] > 0, of=self.tokens)
 
     def _share(self, losses: torch.Tensor, *, counted: torch.Tensor, of: int) -> torch.Tensor:
@@ -116,7 +116,7 @@ def take_slots(batch: Batch, low: int, high: int) -> Batch:
 
 
 def place_losses(batch: Batch, slots: torch.Tensor) -> Callable[[torch.Tensor], None]:
-    """Return the `on_mean` of a micro-batch: `batch.on_mean` receives its losses in their slots, and zeros in the others."""
+    """Return the `on_mean` of a micro-batch: `batch.on_mean` receives its losses in their slots, and zeros elsewhere."""
 
     def place(losses: torch.Tensor) -> None:
         if losses.dim():

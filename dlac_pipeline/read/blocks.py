@@ -1,4 +1,4 @@
-"""From a block's slices to Arrow: row groups are decoded, and kept while several key groups have slices of them."""
+"""Decoder of blocks: slices become Arrow tables. Row groups are kept while several key groups have slices of them."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -84,7 +84,7 @@ class BlockDecoder:
         return table.slice(first, rows) if 2 * rows > whole else take_rows(table, np.arange(first, first + rows))
 
     def row_group(self, path: str, row_group: int, rows: int) -> pa.Table:
-        """One row group, planned with `rows` rows. Raises `UnitUnreadable` if it is missing, corrupt or of another length."""
+        """A row group, planned with `rows` rows. Raises `UnitUnreadable` if it is missing, corrupt or of another length."""
         with self._naming(path, row_group):
             metadata, columns = self._open(path)
             table = self._read(path, metadata, row_group, columns.in_file) if columns.in_file else None
@@ -145,7 +145,7 @@ class BlockDecoder:
             return file.read_row_group(row_group, columns=names, use_threads=False)
 
     def _footer(self, path: str) -> tuple[pq.FileMetaData, FileColumns]:
-        """Return a data file's footer, and how its columns become those of the table."""
+        """Return a data file's footer, and how its columns become the table's columns."""
         with self._io.new_input(path).open() as stream:
             file = open_parquet(stream, self._schema.fields)
             absent = lacks_columns(file.schema_arrow, self._schema, self._columns, self._name_mapping)
@@ -157,7 +157,7 @@ class BlockDecoder:
 def open_decoder(table: Table, source: LegSource, snapshot_ids: Collection[int]) -> BlockDecoder:
     """The decoder of a source's blocks, as the leg binds columns and schema.
 
-    `snapshot_ids` are those of the plans that are read: their manifests hold the values of columns that data files lack.
+    `snapshot_ids` are the snapshots of the plans that are read: their manifests hold the values of columns that data files lack.
     """
 
     @cache

@@ -26,12 +26,12 @@ def can_pin_memory() -> bool:
 class DeviceCopies:
     """Copies the batches of one consumer to its device.
 
-    The copy of a batch waits for no computation, and the host does not wait for the copy: what the consumer launches next on the
-    current stream does.
+    The copy of a batch waits for no computation, and the host does not wait for the copy. The consumer's next launch on the
+    current stream waits for it.
     """
 
     def __init__(self, device: Device | None, *, pin_memory: bool | None = None) -> None:
-        """Without a device tensors stay in host memory. `pin_memory`: page-locked. None: if they go to an accelerator.
+        """Tensors stay in host memory without a device. `pin_memory`: page-locked. None: if they go to an accelerator.
 
         Raises `SpecInvalid` if PyTorch does not know the device, or this node does not have it.
         """

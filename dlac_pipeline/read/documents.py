@@ -92,7 +92,7 @@ def documents_of(
 ) -> Documents:
     """Return the documents of a block's live rows, at these block positions (int64 [rows], increasing).
 
-    `column` is that of texts, to be tokenized, or of lists of integers, which are tokens, after the transform. `reject` decides
+    `column` has texts, to be tokenized, or lists of integers, which are tokens, after the transform. `reject` decides
     on rows at which the transform or the tokenizer raises. `check` verifies on these rows that the transform does not depend on
     how rows are batched.
 
@@ -129,8 +129,8 @@ def samples_of(
 ) -> Samples:
     """Return a block's samples: each row, or each output row of the transform, is one. Arguments and errors as of `documents_of`.
 
-    `first` gets the kinds of the columns of the first block with samples. Those of the others, also in other sources, must be
-    the same.
+    `first` gets the kinds of the columns of the first block with samples. All further blocks, also of other
+    sources, must have the same kinds.
     """
     done = _transformed(live, positions, transform, reject, check)
     rows = source_rows(positions, done.row, done.rejected)

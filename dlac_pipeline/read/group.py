@@ -1,4 +1,4 @@
-"""One key group's part of each batch: its slots are shared out among the sources by the schedule, and filled from streams."""
+"""Part of a key group in each batch: its slots are shared out among the sources by the schedule, and filled from streams."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +29,7 @@ class GroupBatch:
     source_of: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     """The source of each slot of the key group, -1 where it is empty."""
     advances: list[tuple[int, BlockAdvance]] = field(default_factory=list)
-    """(source, what was moved)."""
+    """(source, its advances)."""
     present: Present = ()
     """The sources that remained before the batch."""
     outlasts: bool = False
@@ -59,7 +59,7 @@ class GroupSlots:
 
 
 class GroupReader:
-    """One key group's part of each batch, as far as the rank works on it."""
+    """Part of a key group in each batch, as far as the rank works on it."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class GroupReader:
         self._cursors = list(cursors)
         self._active = tuple(active)
         self._streams: dict[int, Stream] = {}
-        """Of the sources that were drawn. A late one would take memory from those that are read before it."""
+        """Streams of the sources that were drawn. A late source would take memory from the sources that are read before it."""
         while self._open(self._active):
             pass
 

@@ -64,7 +64,7 @@ class _Joined:
         return pa.chunked_array(chunks)
 
     def _copied(self) -> list[pa.Array]:
-        """Return the content as an Arrow array of its type, or what was added before it could not be copied."""
+        """Return the content as an Arrow array of its type, or the arrays that were added before a copy was impossible."""
         if not self._at:
             return self._chunks
         rows, kind = self._at, self._type

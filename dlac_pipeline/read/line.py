@@ -1,9 +1,9 @@
 """Line of the items of one key group's blocks, with a cursor exactly after the last item taken.
 
 A source's blocks make one line of items (tokens of documents, or samples), over block and pass boundaries. Advances record
-what was taken: intervals of block positions without gap or overlap. An advance ends directly after its last row. If that row
-was read only in part, `token_end` gives how far, and the next advance begins at the same row. Rows without an item are
-recorded with the next row of their block. After the last one, they are recorded when the next block's first item is taken or
+the items that were taken: intervals of block positions without gap or overlap. An advance ends directly after its last row.
+If that row was read only in part, `token_end` gives how far, and the next advance begins at the same row. Rows without an item
+are recorded with the next row of their block. After the last one, they are recorded when the next block's first item is taken or
 the line has ended. So the cursor is the end of the last advance, and what follows a cursor depends on nothing else.
 """
 
@@ -80,7 +80,7 @@ def _joined(one: BlockAdvance, two: BlockAdvance) -> BlockAdvance:
 
 @dataclass(slots=True)
 class _Open(Generic[Content]):
-    """A block of the line, of which `taken` items are taken. `cursor` is the end of its last advance."""
+    """A block of the line, with `taken` items taken. `cursor` is the end of its last advance."""
 
     content: Content
     cursor: Cursor
@@ -132,7 +132,7 @@ class _Open(Generic[Content]):
 
 
 class Line(Generic[Content]):
-    """The items of a key group's blocks, one after the other, from `cursor` on."""
+    """Items of a key group's blocks, in a row, from `cursor` on."""
 
     def __init__(self, blocks: Iterable[tuple[int, int, Content]], start: Cursor) -> None:
         self._blocks: Iterator[tuple[int, int, Content]] = iter(blocks)

@@ -70,7 +70,7 @@ class ItemLine(ABC, Generic[Content]):
         )
 
     def _pass(self, count: int) -> tuple[int, list[Piece[Content]], list[BlockAdvance]]:
-        """Pass up to this many samples. Return the number of their items, the items, and what was moved."""
+        """Pass up to this many samples. Return the number of their items, the items, and the advances."""
         wanted = count * self._length
         items = min(wanted, self._line.fill(wanted))
         if not self._drain:
@@ -136,7 +136,7 @@ class Sampler(ItemLine[Samples]):
 
 
 Stream = RowStream | ItemLine[Documents] | ItemLine[Samples]
-"""One key group's samples of one source."""
+"""Samples of a key group from a source."""
 
 
 def _starts(pieces: list[Piece[Documents]], items: int, length: int) -> Ints:

@@ -1,4 +1,4 @@
-"""One rank's reader: from the order and a reader state to batches of tensors.
+"""Reader of a rank: the order and a reader state in, batches of tensors out.
 
 1. Rank r of W works on slots [rB/W, (r+1)B/W) of every global batch, rounded down. Slot s belongs to key group s // (B/G).
 2. Each of its key groups divides its slots among the sources, and fills them from one stream per source.
@@ -146,10 +146,10 @@ class RankReader:
         return self._counted() if self._order.counted else self._batches_with_counts()
 
     def every(self, count: int, first: int = 0) -> Iterator[Batch]:
-        """Yield the `first`-th (from 0) of the remaining batches, and every `count`-th from then on. The others are skipped.
+        """Yield the `first`-th (from 0) of the remaining batches, and every `count`-th from then on, and skip the rest.
 
-        This is for one of several processes that read for the same rank. Nothing is exchanged: `rows` and `tokens` of a
-        streamed leg are those on this rank, and its end is that of this rank's key groups.
+        Several processes that read for the same rank use it. Nothing is exchanged: `rows` and `tokens` of a streamed leg
+        count this rank's share, and it ends with this rank's key groups.
         """
         between, last, counted = first, self._order.total_steps, self._order.counted
         while last is None or self._step < last:
@@ -231,7 +231,7 @@ class RankReader:
             )
 
     def _batches_with_counts(self) -> Iterator[Batch]:
-        """One batch ahead, for what the others have of it is known only when all have read it."""
+        """Read one batch ahead, because all ranks must have read a batch before its total is known."""
         upcoming = self._ahead()
         while upcoming is not None:
             batch, sums = upcoming
@@ -313,7 +313,7 @@ class RankReader:
         return arrays
 
     def _learn(self, columns: Columns) -> None:
-        """Remember what the columns are, for batches in which this rank has no sample."""
+        """Remember the columns, for batches in which this rank has no sample."""
         for name, column in columns.items():
             listed = column.offsets is None and column.values.ndim > 1
             length = column.values.shape[1] if listed else None
@@ -361,7 +361,7 @@ def _open_items(
 def _numbered(walk: BlockWalk[Content], blocks: SourceBlocks[Content]) -> Iterator[tuple[int, int, Content]]:
     """Yield (pass, block, content). Raise `SpecInvalid` if an endless source has no item in many passes, or it is read for ever.
 
-    Each pass deals the rows to key groups again, so that a row with an item comes to each of them sooner or later.
+    Each pass deals the rows to key groups again, so that a row with an item comes to every key group sooner or later.
     """
     order, last = blocks.order, None
     for row_range, content in walk:

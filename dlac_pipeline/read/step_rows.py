@@ -17,7 +17,7 @@ from dlac_pipeline.read.streams import RowStream, UndecodedWalk
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleRow:
-    """One row of a sample of a global batch. A packed sample has many rows, and a long row is in several samples."""
+    """A row of a sample of a global batch. A packed sample has many rows, and a long row is in several samples."""
 
     slot: int
     """Place of the sample in the global batch, from 0."""
@@ -116,7 +116,7 @@ def _rows_of(
 
 
 def _positions_of(block: Block, advance: BlockAdvance) -> Ints:
-    """Return the positions of the live rows of an advance of which a sample has items."""
+    """Return the positions of an advance's live rows from which a sample has items."""
     live = block.positions_of(block.live_until(advance.position_start), block.live_until(advance.position_end))
     left_out = [*advance.filtered.tolist(), *(position for position, _ in advance.quarantined)]
     return np.setdiff1d(live, left_out) if left_out else live

@@ -29,7 +29,7 @@ _SCRATCH = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Given:
-    """Result of a stream: `count` samples were passed, of which `pieces` contain the requested ones, in order."""
+    """Result of a stream: `count` samples were passed, and `pieces` contain the requested ones, in order."""
 
     count: int
     items: int

@@ -38,7 +38,7 @@ class ColumnKind:
     """The tensors of a column.
 
     `items` is the dtype of its values, `listed` whether a row is a list of them, `width` the bytes of a row of fixed bytes,
-    `length` that of every list where it is known, and `inner` the shape of an item of lists that are nested.
+    `length` the length of every list where it is known, and `inner` the shape of an item of lists that are nested.
     """
 
     name: str

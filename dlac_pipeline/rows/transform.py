@@ -38,10 +38,10 @@ class RowRejected(TransformFailed):
 
 @dataclass(frozen=True, slots=True)
 class Transform:
-    """A user's function, and what a leg binds of it."""
+    """A user's function, and its facts that a leg binds."""
 
     name: str
-    """As it was asked for: path/to/file.py:function or package.module:function."""
+    """Name in the spec: path/to/file.py:function or package.module:function."""
     digest: str
     """Digest of the bytes of the function's source file and its name. Imports of that file are not in it."""
     function: Callable[[pa.RecordBatch], Any]
@@ -138,7 +138,7 @@ def transform_rows(
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """One function over the rows of one block. `start` is the first row of a batch within the block."""
+    """A function over the rows of one block. `start` is the first row of a batch within the block."""
 
     transform: Transform
     positions: Ints

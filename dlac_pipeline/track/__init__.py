@@ -1,1 +1,1 @@
-"""Reader State Tracker: what each optimizer step consumed."""
+"""Reader State Tracker: the rows that each optimizer step consumed."""

@@ -27,7 +27,7 @@ class _Moved:
 
 @dataclass(slots=True)
 class ReaderStateTracker:
-    """One rank's record of finished steps. `committed_step` is the step of the last checkpoint that was taken."""
+    """Record of a rank's finished steps. `committed_step` is the step of the last checkpoint that was taken."""
 
     committed_step: int
     groups: range
@@ -41,11 +41,11 @@ class ReaderStateTracker:
     skipped: list[int] = field(default_factory=list)
     """Steps since then that the engine did not apply."""
     memberships: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
-    """Of replica groups: (first step, numbers of the groups) of each change since then."""
+    """Changes of replica groups since then: (first step, numbers of the groups)."""
     earlier: list[AdvanceRow] = field(default_factory=list)
     """Moves since then that other ranks reported before this attempt."""
     _moved: dict[tuple[int, int], list[_Moved]] = field(default_factory=dict)
-    """(source, key group) -> what was moved since then, in order."""
+    """(source, key group) -> its advances since then, in order."""
 
     def __post_init__(self) -> None:
         self.step = self.step or self.committed_step

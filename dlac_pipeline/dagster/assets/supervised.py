@@ -1,7 +1,7 @@
 """Supervisor process of a Dagster run: its events arrive while it trains, and it never outlives the run.
 
-The supervisor leads a session of its own, and ends in order when its standard input closes, however this process dies. One that
-was killed is started again here, so that the recovery needs no sensor of Dagster's.
+The supervisor leads a new session, and ends in order when its standard input closes, however this process dies. A killed
+supervisor is started again here, so that the recovery needs no sensor of Dagster's.
 """
 
 import contextlib

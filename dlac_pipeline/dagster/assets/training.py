@@ -37,7 +37,7 @@ class LaunchConfig(LaunchChoices, dg.Config):
     """Takeover of the run by this launch, and overrides. The defaults start a run, or resume one that no launch is training."""
 
     overrides: dict[str, Any] = Field(default={})
-    """Settings to replace those of the job file, by their names there, such as `launch.world_size`."""
+    """Settings that replace settings of the job file, by their names there, such as `launch.world_size`."""
 
 
 def build_plan(run: TrainingRunDefinition, **attributes: Any) -> dg.AssetsDefinition:

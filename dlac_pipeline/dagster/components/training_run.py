@@ -45,7 +45,7 @@ class TrainingRunScaffolder(dg.Scaffolder):
 
 @dg.scaffold_with(TrainingRunScaffolder)
 class TrainingRun(dg.Component, dg.Model, dg.Resolvable):
-    """One training run: the assets `plans/<run>` and `models/<run>` with checks, from its job spec.
+    """A training run: the assets `plans/<run>` and `models/<run>` with checks, from its job spec.
 
     The plan depends on the assets of the source tables, and the model on the plan. A `Recovery` component of the same code
     location recovers the run.
@@ -123,7 +123,7 @@ class TrainingRun(dg.Component, dg.Model, dg.Resolvable):
         )
 
     def _read_now(self, folder: Path, loaded: JobSpec, overrides: Mapping[str, Any]) -> JobSpec:
-        """Return the spec that the file has now. Raise `SpecInvalid` if that is of another run than the one that was loaded."""
+        """Return the spec that the file has now. Raise `SpecInvalid` if it names another run than the loaded spec."""
         now = self._read(folder, overrides).resolved(home_folder())
         if (now.run, now.lakehouse) == (loaded.run, loaded.lakehouse):
             return now
@@ -207,9 +207,9 @@ class IcebergTable(dg.Component, dg.Model, dg.Resolvable):
 
 
 def build_runs_of(folder: Path, **attributes: Any) -> dg.Definitions:
-    """Return the definitions of a training run for each job file of a folder. `attributes` are those of `TrainingRun`.
+    """Return the definitions of a training run for each job file of a folder. `attributes` are attributes of `TrainingRun`.
 
-    A file that is wrong is logged and left out, because it must not keep the other runs from being recovered.
+    A file that is wrong is logged and left out, because all further runs must still be recovered.
     """
     found: dict[str, dg.Definitions] = {}
     runs.wrong_job_files.clear()
@@ -239,7 +239,7 @@ def _report_problem(problem: str) -> None:
 
 
 def build_runs_job() -> Any:
-    """Return the job on all training runs, for sensors and schedules that select one of them."""
+    """Return the job on all training runs, for sensors and schedules that select a run."""
     models = dg.AssetSelection.kind(_KIND)
     return dg.define_asset_job(
         runs.RUNS_JOB,

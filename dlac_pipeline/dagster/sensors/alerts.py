@@ -157,7 +157,7 @@ def _of_success(context: dg.RunStatusSensorContext) -> Alert | None:
 
 
 def _of_checks(context: dg.RunStatusSensorContext) -> Alert | None:
-    """Return one alert for all failed checks of a run, by its own log: Dagster's default storage has a database for each run."""
+    """Return one alert for all failed checks of a run, by its log: Dagster's default storage has a database for each run."""
     entries = context.instance.all_logs(context.dagster_run.run_id, of_type=dg.DagsterEventType.ASSET_CHECK_EVALUATION)
     answers: list[Any] = [entry.dagster_event.event_specific_data for entry in entries if entry.dagster_event]
     last = {(answer.asset_key, answer.check_name): answer for answer in answers}  # of a step that was tried again

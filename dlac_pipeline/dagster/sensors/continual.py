@@ -72,7 +72,7 @@ def _requests(
 
 
 def _looks(instance: dg.DagsterInstance, log: logging.Logger) -> "Iterator[tuple[JobSpec, Due] | str]":
-    """Yield what is due for each training run, or why nothing is. Job files that define none are named."""
+    """Yield the requests that are due for each training run, or why none is due. Job files that define no run are named."""
     yield from runs.wrong_job_files
     trainers = cache(lambda: _trainers(instance))
     for name, run in list(runs.defined_runs.items()):

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from dlac_pipeline.lakehouse.ledger.typed_rows import LedgerRow
 
 _HEAD_TAG, _IN_A_ROW_TAG = "dlac/head", "dlac/recoveries_in_a_row"
-"""On a recovery run: the head when it was requested, and how many were requested since the head last moved."""
+"""Tag of a recovery run: the head when it was requested, and the number of requests since the head last moved."""
 _OUTAGE_SINCE_TAG = "dlac/outage_since"
-"""On a recovery run: time since which the catalog or the store is unavailable, in seconds since the epoch."""
+"""Tag of a recovery run: time since which the catalog or the store is unavailable, in seconds since the epoch."""
 RECOVERS_TAG = "dlac/recovers"
 """Tag of a recovery run: the Dagster run that it resumes."""
 _PRIORITY_TAG = "dagster/priority"

@@ -15,7 +15,7 @@ def first_leg_of(rows: Sequence[LedgerRow]) -> Leg | None:
 
 
 def leg_of(rows: list[LedgerRow], checkpoint_id: str) -> Leg:
-    """Return the leg that a checkpoint ends in: the one that it, or else its nearest ancestor with a leg, names."""
+    """Return the leg in which a checkpoint ends: its own row names it, or the row of its nearest ancestor with a leg."""
     legs = {row.checkpoint_id: row.record for row in rows if isinstance(row, LegRow)}
     at = next((each for each in lineage_of(rows, checkpoint_id) if each in legs), None)
     if at is None:

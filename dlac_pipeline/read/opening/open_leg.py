@@ -1,4 +1,4 @@
-"""From a leg to a rank's reader: plans and sources are opened, and checked against the leg. And the columns of its batches."""
+"""Opening of a leg for a rank's reader: plans and sources are opened, and checked against the leg."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -32,7 +32,7 @@ class OpenLeg:
     spec: JobSpec
     order: LegOrder
     units: Mapping[str, UnitTable]
-    """By plan id."""
+    """Plan id -> its units."""
     sources: tuple[OpenSource, ...]
     tokenizer: Tokenizer | None
 
@@ -57,7 +57,7 @@ class OpenLeg:
     ) -> RankReader:
         """Return the reader of one rank, from after `step` (unset: the leg's beginning). A streamed leg needs `state`.
 
-        `budget_bytes` defaults to that of the spec.
+        `budget_bytes` defaults to the spec's budget.
 
         Raises `SpecInvalid` if the number of ranks does not divide the batch size, unless shares may be `uneven`.
         """
@@ -83,7 +83,7 @@ class OpenLeg:
         )
 
     def kinds(self) -> dict[str, ColumnKind]:
-        """The columns that are known beforehand: not those that a transform makes."""
+        """Return the columns that are known beforehand: columns that a transform makes are not."""
         length = self.leg.sequences.length
         if not length:
             kinds = {name: kind for source in self.sources for name, kind in source.kinds.items()}
@@ -95,13 +95,13 @@ class OpenLeg:
         }
 
     def first_kinds(self) -> dict[str, Kinds]:
-        """Return the kinds that all transforms must give, as `samples_of` takes them: those of the other sources, if any."""
+        """Return the kinds that all transforms must give, as `samples_of` takes them: of sources without one, if any."""
         kinds = {} if self.leg.sequences.length else self.kinds()
         found = {name: (f"{'ragged ' * kind.ragged}{kind.items.name}", shape_of(kind)) for name, kind in kinds.items()}
         return {"first": found} if found else {}
 
     def _with_length(self, kind: ColumnKind) -> ColumnKind:
-        """Return the kind with the length of its lists: that of the first list in the plans, the same on every rank."""
+        """Return the kind with the length of its lists: the length of the first list in the plans, the same on every rank."""
         if not kind.listed or kind.ragged:
             return kind
         for source in self.sources:
@@ -113,7 +113,7 @@ class OpenLeg:
         return replace(kind, length=0)
 
     def probe(self) -> Columns:
-        """Columns of some rows: for a rank that has none, what the others have."""
+        """Return columns of some rows: a rank without rows learns the kinds of its batches from them."""
         if self.leg.sequences.length:
             nothing = np.zeros((0, self.leg.sequences.length), dtype=np.int64)
             return {name: Column(nothing) for name in self.kinds()}

@@ -1,4 +1,4 @@
-"""One source of a leg, opened: its decoder and transform, and how its decoded blocks become columns, samples or documents."""
+"""Source of a leg, opened: its decoder and transform, and how its decoded blocks become columns, samples or documents."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ Made = TypeVar("Made", Samples, Documents)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpenSource:
-    """One source of a leg, ready to be decoded."""
+    """A source of a leg, ready to be decoded."""
 
     leg: LegSource
     decoder: BlockDecoder
