@@ -1,6 +1,6 @@
-"""Check that the ranks of a run are data-parallel: each has the whole model, or its shards, and a part of the batch of its own.
+"""Check that the ranks of a run are data-parallel: each has the whole model, or its shards, and another part of the batch.
 
-Ranks that share a batch would record its rows once for each of them, and pipeline stages would resume with the first stage.
+Ranks that share a batch would record its rows once for each rank, and pipeline stages would resume with the first stage.
 """
 
 import gc
@@ -46,7 +46,7 @@ def check_layout(engine: Engine, tree: RankTree) -> None:
 def check_weights_agree(engine: Engine, tree: RankTree) -> None:
     """Check that the ranks of replicated state have the same weights after a step. Collective.
 
-    Raise `ScriptInvalid` if they differ by more than rounding, so that no rank could resume with those of rank 0.
+    Raise `ScriptInvalid` if they differ by more than rounding, so that no rank could resume with the weights of rank 0.
     """
     if tree.world_size == 1 or engine.name != "torch":
         return

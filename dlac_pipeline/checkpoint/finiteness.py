@@ -85,7 +85,7 @@ class WeightsCheck:
                         self._found.append(name)
 
     def finish(self) -> None:
-        """Check the other weights, and report. If all others are finite, raise the first exception of a check."""
+        """Check the remaining weights, and report. If all of them are finite, raise the first exception of a check."""
         for storage in list(self._weights_left()):
             self.copied(storage)
         if self._found:
@@ -121,7 +121,7 @@ def _weights(engine: object) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _own_part(parameter: Any) -> Any:
-    """Return what this rank has of a parameter, without padding: all of it, a shard of FSDP2, or a partition of ZeRO 3."""
+    """Return this rank's part of a parameter, without padding: all of it, a shard of FSDP2, or a partition of ZeRO 3."""
     partition = getattr(parameter, "ds_tensor", None)
     if partition is None:
         tensor = parameter.detach()

@@ -42,7 +42,7 @@ class Failures:
 
     @classmethod
     def of_rows(cls, rows: Sequence[LedgerRow], recoveries: Sequence[Recovery]) -> "Failures":
-        """Count the attempts before the last claim, but those that ended with a checkpoint on purpose, or by a rewind."""
+        """Count the attempts before the last claim, except attempts that ended with a checkpoint on purpose, or by a rewind."""
         seen_alive = {each.replaced_attempt: each.failed_at for each in recoveries}
         claims = [row for row in rows if isinstance(row, ClaimRow) and row.trains][:-1]
         rewound = {row.replaces for row in rows if isinstance(row, ClaimRow) and row.purpose == "rewinds"}
@@ -74,7 +74,7 @@ class Cost:
     lost_s: float
     """Training time that it takes away: the wait of training, and its slowdown during the commit."""
     total_s: float
-    """Until it is committed."""
+    """Seconds until it is committed."""
 
     @classmethod
     def of_rows(cls, rows: Sequence[LedgerRow]) -> "Cost | None":
@@ -161,7 +161,7 @@ class Interval:
         self._since = self._stepped = now
 
     def committed(self, now: float, phases: Mapping[str, float]) -> None:
-        """Learn what a checkpoint cost, and choose again."""
+        """Take the cost of a checkpoint into account, and choose again."""
         self._took_s = phases["total"]
         lost_s = phases["stall"] + self._busy.slower_than(self._idle)
         self._busy = _Pace()
@@ -190,7 +190,7 @@ class _Pace:
         self.seconds += seconds
 
     def slower_than(self, other: "_Pace") -> float:
-        """Return the seconds that these steps took longer than as many of the others, or 0 without a comparison."""
+        """Return the seconds that these steps took longer than as many further steps, or 0 without a comparison."""
         if not self.steps or not other.steps:
             return 0.0
         return max(0.0, self.seconds - self.steps * other.seconds / other.steps)

@@ -1,4 +1,4 @@
-"""The checkpoints of a run as an operator sees them, and whether their files are what was committed."""
+"""Checkpoints of a run as an operator sees them, and the comparison of their files with the committed digests."""
 
 import socket
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ from dlac_pipeline.lakehouse.store_files import StoreFiles, file_digest
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ListedCheckpoint:
-    """One checkpoint."""
+    """A checkpoint."""
 
     run: str
     checkpoint_id: str
@@ -27,7 +27,7 @@ class ListedCheckpoint:
     bytes: int | None
     """None for checkpoints of versions that did not write it down."""
     state: str
-    """One of: head, kept, left (not an ancestor of the head), retired, damaged (quarantined)."""
+    """State: head, kept, left (not an ancestor of the head), retired, damaged (quarantined)."""
     verified_at: datetime | None
     """Last moment at which all its digests were verified, by `dlac verify` or for a resume, or None."""
     names: list[str]

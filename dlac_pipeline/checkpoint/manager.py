@@ -1,4 +1,4 @@
-"""Checkpoint Manager: one rank's part in staging, sealing and committing a checkpoint, at once or in a thread of its own.
+"""Checkpoint Manager: a rank's part in staging, sealing and committing a checkpoint, at once or in another thread.
 
 Asynchronous: training waits while the state is copied, and rows consumed after that step belong to the next checkpoint. One
 checkpoint at a time is in progress. Until its rows are in the ledger, its files mean nothing.
@@ -46,7 +46,7 @@ class Committed:
     ledger_snapshot_id: int
     """Snapshot of the ledger that first shows it."""
     losses: list[float]
-    """Of each step since the parent, where it was known."""
+    """Losses of the steps since the parent, where they were known."""
     phases: dict[str, float]
     """Seconds of each phase, of the slowest rank: copy (asynchronous only), write and within it digest, seal (past the write),
     sync or upload (by threads), vote, commit, stall (the wait of training), and total."""
@@ -73,7 +73,7 @@ class Committed:
 
 @dataclass(kw_only=True, slots=True)
 class _Staged:
-    """One rank's part of a checkpoint, handed to its writer."""
+    """Part of a rank in a checkpoint, handed to its writer."""
 
     prepared: Prepared
     folder: Path
@@ -85,7 +85,7 @@ class _Staged:
 
 
 class CheckpointManager:
-    """One rank's part in taking checkpoints. `save`, `begin` and `settle` are collective."""
+    """Part of a rank in taking checkpoints. `save`, `begin` and `settle` are collective."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class CheckpointManager:
         *,
         since: float,
     ) -> Committed:
-        """Take a checkpoint of the state after `tracker.step`, and commit it with what was consumed since the last one.
+        """Take a checkpoint of the state after `tracker.step`, and commit it with the rows that were consumed since the last one.
 
         The one before is settled. The coordinator's `note` goes into the detail of the checkpoint's row. Training waits `since`
         this monotonic time.

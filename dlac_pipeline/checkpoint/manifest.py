@@ -30,7 +30,7 @@ _TRAINING = {"source", "mixture", "sequences", "order", "params"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileEntry:
-    """One file of a checkpoint. `path` is relative to the manifest's folder."""
+    """A file of a checkpoint. `path` is relative to the manifest's folder."""
 
     path: str
     bytes: int
@@ -39,7 +39,7 @@ class FileEntry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """One checkpoint, complete."""
+    """A complete checkpoint."""
 
     ledger_uuid: str
     run: str
@@ -58,7 +58,7 @@ class Manifest:
     ledger_rows: list[dict[str, Any]]
     """The run's ledger rows since the parent's checkpoint, and this one's, without what only the commit decides."""
     config_digest: str = ""
-    """Digest of what the model is trained with (`config_digest`). Empty in older manifests."""
+    """Digest of the training settings and the script (`config_digest`). Empty in older manifests."""
     format_version: int = FORMAT_VERSION
 
     @property
@@ -73,7 +73,7 @@ class Manifest:
 
 
 def config_digest(spec: JobSpec) -> str:
-    """BLAKE3 of the spec's training sections and of the script with its arguments, as hex: what the model is trained with."""
+    """BLAKE3 of the spec's training sections and of the script with its arguments, as hex."""
     config = spec.model_dump(mode="json", include=_TRAINING)
     for source in (config["source"], *config["mixture"]):
         source["row_filter"] = source["row_filter"] or ""  # as earlier versions wrote a missing filter
@@ -190,7 +190,7 @@ def store_there(manifest_uri: str, files: StoreFiles) -> Iterator[None]:
 def verify_entries(
     entries: Sequence[FileEntry], folder: str, files: StoreFiles, done: Done = lambda done, total: None
 ) -> None:
-    """As `verify_files`, of these files."""
+    """Verify only the given files, as `verify_files` does."""
     of_each(entries, lambda entry: verify_entry(entry, folder, files), done)
 
 

@@ -24,7 +24,7 @@ def save_rng(folder: Path, rank: int, write: Write) -> None:
 
 
 def rng_state() -> dict[str, Any]:
-    """Return the state of Python's, NumPy's and PyTorch's generators, those of the accelerators included."""
+    """Return the state of Python's, NumPy's and PyTorch's generators, accelerators included."""
     version, internal, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     numpy_keys = torch.from_numpy(np.asarray(keys, dtype=np.int64))

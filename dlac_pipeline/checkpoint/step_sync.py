@@ -57,7 +57,7 @@ class RankReport:
     """Report of one rank, without its losses."""
 
     notice: str | None = None
-    """One of NOTICES, if the rank was asked to stop."""
+    """Notice from NOTICES, if the rank was asked to stop."""
     notice_age_s: float = 0.0
     due: bool = False
     """Rank 0: a checkpoint is due."""
@@ -83,7 +83,7 @@ class StepSync(RankReport):
     step: int
     """The last step that the message covers."""
     losses: list[float]
-    """Mean over the ranks of each covered step's loss, the last one that of `step`."""
+    """Mean over the ranks of each covered step's loss. `step` is the last one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class _Sent:
     covered_step: int
     """The last step whose loss is in it."""
     count: int
-    """Of those losses."""
+    """Number of losses in it."""
     numbers: torch.Tensor
     work: dist.Work | None
 
@@ -102,7 +102,7 @@ class Syncs(Protocol):
     """The messages of all ranks about their steps, as one rank sends and receives them."""
 
     waits_for_losses: bool
-    """True if the host waits for every loss in its own step, so that a device error is raised in the step of its rows."""
+    """True if the host waits for every loss in the loss's step, so that a device error is raised in the step of its rows."""
 
     def step_done(self, step: int, *, loss: torch.Tensor | float, report: RankReport) -> StepSync | None:
         """Note a finished step. Return the message that has arrived."""
@@ -121,14 +121,14 @@ class StepSyncs(Syncs):
         self._losses: list[ReadLoss] = []
         self.waits_for_losses = False
         self._late_steps = 0
-        """Number of last losses for which no message waits: 1 if those of any rank come from an accelerator."""
+        """Number of last losses for which no message waits: 1 if any rank's losses come from an accelerator."""
         self._report = RankReport()
         self._step = 0
         self._sent_at: float | None = None
         self._pending: _Sent | None = None
 
     def step_done(self, step: int, *, loss: torch.Tensor | float, report: RankReport) -> StepSync | None:
-        """Note a finished step, and send a message when it is time. Return the one that has arrived."""
+        """Note a finished step, and send a message when it is time. Return the message that has arrived."""
         sync = self._receive()
         self._step, self._report = step, report
         self._losses.append(start_reading(loss, waits=self.waits_for_losses))

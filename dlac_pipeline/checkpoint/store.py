@@ -48,7 +48,7 @@ class Tiers:
         return str(self.local / self.run) if self.store is None else below(self.store, self.run)
 
     def make(self, name: str) -> None:
-        """Make the folder in which the checkpoint `name` is made, in that of its run. Raises as `storing`."""
+        """Make the folder in which the checkpoint `name` is made, in its run's folder. Raises as `storing`."""
         folder = self.folder(name)
         with storing(folder):
             make_below(self.local / self.run, folder)

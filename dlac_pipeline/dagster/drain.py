@@ -22,7 +22,7 @@ _POLL_S = 0.5
 
 
 def drain(instance: dg.DagsterInstance, *, reason: str, within_s: float) -> tuple[list[str], dict[str, str]]:
-    """Preempt every Dagster run that trains on this node. Return the ids of runs that exited in time, and the reasons of the rest.
+    """Preempt every Dagster run training on this node. Return the ids of runs that exited in time, and the reasons for the rest.
 
     The first heartbeat of a starting run shows its node, so it is waited for.
     """

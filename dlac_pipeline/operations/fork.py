@@ -57,7 +57,7 @@ def fork_run(
 ) -> Forked:
     """Begin the spec's run, which must be new, from a restorable checkpoint of `parent_run`.
 
-    The checkpoint is that of a step, the one with an id, or the head. `files` reaches the parent's store if the spec's own
+    The checkpoint is chosen by a step, by an id, or it is the head. `files` reaches the parent's store if the spec's own
     properties do not.
 
     Raises:
@@ -204,7 +204,7 @@ def adopt_checkpoint(lakehouse: Lakehouse, spec: JobSpec, foreign: Foreign) -> s
 
 
 def _parents_of(ledger: Ledger, foreign: Foreign) -> list[ForkRow]:
-    """Return the checkpoint of which foreign files are exports, by their digests or headers. Empty: their origin is unknown."""
+    """Return the checkpoint from which foreign files were exported, by digests or headers. Empty: their origin is unknown."""
     digests = {store_files.file_digest(path) for path in foreign.files}
     named = {checkpoint_of_header(path) for path in foreign.files}
     columns = ("run", "seq", "kind", "checkpoint_id", "step", "detail")

@@ -146,7 +146,7 @@ class LiveStatus:
         return losses[-1] if losses else None
 
     def _consumed_share(self, ranks: list[RankHeartbeat]) -> float | None:
-        """Return the committed share of the current passes, plus what the ranks did since. More rows belong to the next pass."""
+        """Return the committed share of the current passes, plus rows trained since. Further rows belong to the next pass."""
         lineage = set(lineage_of(self._rows, self._fence.head))
         mine = [row for row in self._advances if row.checkpoint_id in lineage]
         if not mine:

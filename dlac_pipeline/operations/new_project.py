@@ -48,7 +48,7 @@ class Trainable:
     table: str
     kind: Kind
     columns: tuple[str, ...]
-    """Of numbers, the last one is the target."""
+    """Columns of the kind. Of numbers, the last one is the target."""
     with_nulls: tuple[str, ...]
     left_out: Mapping[str, str] = field(default_factory=dict)
     """Why each other column is left out."""
@@ -63,7 +63,7 @@ class Trainable:
 
 
 def find_trainable(lakehouse: Lakehouse, table: str, wanted: Sequence[str] = ()) -> Trainable:
-    """Return the wanted columns of a table, or else those that a first run trains on.
+    """Return the wanted columns of a table, or else the columns that a first run trains on.
 
     Raises:
         NoSuchTable: there is no such table.

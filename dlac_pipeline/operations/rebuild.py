@@ -1,4 +1,4 @@
-"""Rebuild of DLAC's tables after a loss: the ledger from its journal, the others from their newest metadata files.
+"""Rebuild of DLAC's tables after a loss: the ledger from its journal, all further tables from their newest metadata files.
 
 In: a lakehouse that was opened as `damaged`. Out: a `Rebuilt`. No file is deleted or renamed. See docs/design/0024-journal.md.
 """
@@ -89,12 +89,12 @@ class Rebuilt:
 def rebuild_ledger(
     lakehouse: Lakehouse, *, journal: str | None = None, dry_run: bool = False, files: StoreFiles | None = None
 ) -> Rebuilt:
-    """Append what the journal has and the ledger lacks, in one commit, and restore lost tables. Repeating it changes nothing.
+    """Append the rows that the journal has and the ledger lacks in one commit, and restore lost tables. A repeat changes nothing.
 
     `journal` is the address of a journal in another place. `files` has the credentials of the checkpoint store.
 
     Raises:
-        BadInput: no entry is at the address of the journal. Nothing was changed, as with the others.
+        BadInput: no entry is at the address of the journal. Nothing was changed.
         RunBusy: a launch of a run that lacks appends is alive.
         LedgerError: a damaged ledger has rows that nothing else has.
     """
@@ -127,7 +127,7 @@ def rebuild_ledger(
 
 
 class _Loss:
-    """The appends that the ledger lacks, and the rows of those that the journal or the store has.
+    """Appends that the ledger lacks, and the rows that the journal or the store has of them.
 
     Without a `table` it lacks all. An entry counts for the append that its rows name, whatever its file is called.
     """
@@ -154,14 +154,14 @@ class _Loss:
         self._found: dict[str, dict[int, pa.Table]] = defaultdict(dict)
         """Run -> `seq` -> rows of an append that the ledger lacks."""
         self._damaged: dict[str, dict[int, str]] = defaultdict(dict)
-        """Run -> number of an entry without the rows of its append -> what was found."""
+        """Run -> number of an entry without the rows of its append -> the problem."""
         self._problems: dict[str, list[str]] = defaultdict(list)
         self._left_out: set[str] = set()
         # of a new catalog in the place of a lost one, the identity is the older one
         self.uuid = self._read_entries("" if table is None else table.properties.get(schemas.LEDGER_UUID_PROPERTY, ""))
 
     def _read_entries(self, uuid: str) -> str:
-        """Read the entries of missing appends. Return the identity of the ledger: `uuid`, or that of the longest run."""
+        """Read the entries of missing appends. Return the identity of the ledger: `uuid`, or the longest run's."""
         longest = max(self._names, key=lambda run: len(self._entries.get(run, {})))
         uuids = {run: self._uuid_of_most(run) for run in self._names}
         uuid = uuid or uuids[longest]
@@ -216,7 +216,7 @@ class _Loss:
         return bool(self._found[run] or self._gaps(run))
 
     def _rows_of(self, run: str) -> list[typed_rows.LedgerRow]:
-        """Return the rows of a run that define its state, from the ledger and from what was found."""
+        """Return the rows of a run that define its state, from the ledger and from the found entries."""
         found = [rows for _, rows in sorted(self._found[run].items())]
         known = self._known_heads.filter(pc.equal(self._known_heads["run"], run))
         rows = pa.concat_tables([known, *found], promote_options="default")
@@ -232,7 +232,7 @@ class _Loss:
         return sorted(({*range(1, max(newest, last) + 1)} | unread) - found)
 
     def search_store(self, files: StoreFiles) -> None:
-        """Add the appends that only the store has. Decide what is left out, and note what is lost."""
+        """Add the appends that only the store has. Decide which ones are left out, and note losses."""
         for run in self._names:
             rows = self._rows_of(run)
             try:
@@ -416,7 +416,7 @@ def _register(lakehouse: Lakehouse, name: str, place: str) -> None:
 
 
 def _restore(lakehouse: Lakehouse, name: str, location: str, dry_run: bool) -> tuple[str, str]:
-    """Give a table that is no ledger the rows that its files have. Return what happened, and what is lost.
+    """Give a table that is no ledger the rows that its files have. Return the outcome, and the losses.
 
     Its rows are of plans and recoveries, and have ids of their content, so rows of a commit that failed do no harm. `location` is
     for a table that the catalog lacks.
@@ -481,7 +481,7 @@ def _add_newer(lakehouse: Lakehouse, name: str, table: Table, dry_run: bool) -> 
 
 
 def _compute_slices(lakehouse: Lakehouse, problems: dict[str, str]) -> str:
-    """Append the slices that the ledger names and the table lacks. Return what was done, and note what is lost in `problems`."""
+    """Append the slices that the ledger names and the table lacks. Return the outcome, and note losses in `problems`."""
     known = lakehouse.read_own("slices")
     rows, lost = missing_slices(lakehouse, known=known)
     lacking = _difference(rows, known)

@@ -34,7 +34,7 @@ class Standing:
     """State of the last launch of a run, and the command that an operator types next."""
 
     state: str
-    """One of: finished, training, stopped, caught up, given up, dead, silent. Before a launch: rewound, adopted, forked."""
+    """State: finished, training, stopped, caught up, given up, dead, silent. Before a launch: rewound, adopted, forked."""
     note: str = ""
     command: tuple[str, ...] = ()
     """Arguments of `dlac`."""

@@ -1,4 +1,4 @@
-"""File of shared memory over which a rank writes one state after the other. See docs/design/0030-memory-states.md."""
+"""File of shared memory over which a rank writes its states in turn. See docs/design/0030-memory-states.md."""
 
 import ctypes
 import mmap
@@ -16,7 +16,7 @@ from dlac_pipeline.checkpoint.stage.streamed_file import write_content
 _MIN_UNMAPPED_BYTES = 1 << 20
 """A file is mapped once so many of its bytes are not."""
 _MADV_POPULATE_WRITE = 23
-"""Of Linux 5.14. The module `mmap` does not have it."""
+"""Advice of Linux 5.14. The module `mmap` does not have it."""
 
 
 class MemoryFile:
@@ -56,7 +56,7 @@ class MemoryFile:
         return self._bytes
 
     def write(self, data: memoryview) -> int:
-        """Take `data`. A failure is kept until the end: if it were raised here, torch would report its own."""
+        """Take `data`. A failure is kept until the end: if it were raised here, torch would report another error."""
         rest = memoryview(data).cast("B")
         part = rest[: max(0, self._usable_bytes - self._bytes)]
         if part and self._failure is None:

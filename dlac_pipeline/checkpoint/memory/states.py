@@ -6,12 +6,12 @@
             <the files of the engine and of the random generators, as in a checkpoint>
             rank-<rank>.sealed
         fetched.<first rank of a node>/<attempt>-<nonce>/<slot>-<attempt>-<nonce>/
-            <the same of an earlier attempt: fetched from other nodes, and links to what this node has>
+            <the same of an earlier attempt: fetched from other nodes, or links to files of this node>
 
 Ranks write two slots in turns. A rank removes its seal before it writes a slot, and seals it afterwards. All ranks have sealed a
-slot before any of them writes the other one. With several nodes a slot also has copies of another node's ranks, and `copied` has
+slot before any rank writes the next one. With several nodes a slot also has copies of another node's ranks, and `copied` has
 the last step whose state another node has of a node's ranks. The attempt that resumes from a state fetches what its node lacks
-into its own folder, because the earlier attempt may still write, and removes that once its ranks have loaded it.
+into a new folder, because the earlier attempt may still write, and removes it once its ranks have loaded it.
 """
 
 import os
@@ -58,7 +58,7 @@ class Trained:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankState:
-    """One rank's part of a memory state."""
+    """Part of a rank in a memory state."""
 
     attempt: int
     nonce: str
@@ -77,7 +77,7 @@ class RankState:
     rows: int
     """Rows that the rank had worked on in its attempt."""
     saved_at: float = field(default_factory=time.time)
-    """In seconds since the epoch."""
+    """Time of the save in seconds since the epoch."""
     files: list[tuple[str, int]] = field(default_factory=list)
     """Path and size of each of its files."""
 
@@ -99,7 +99,7 @@ class MemoryState:
         return [{"step": each.step, "groups": each.groups, "cursors": each.cursors} for each in self.ranks]
 
     def trained_since(self, step: int) -> Trained | None:
-        """Return what was trained after `step`, with the advances of all ranks. None if the state does not know all of it."""
+        """Return the steps after `step`, with the advances of all ranks. None if the state does not know all of them."""
         parts = [part for part in self.first.trained if part.since >= step]
         if not parts or parts[0].since != step:
             return None
@@ -115,7 +115,7 @@ class MemoryState:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One rank's part of a memory state, as it is stored on a node."""
+    """Part of a rank in a memory state, as a node stores it."""
 
     slot: str
     """Name of its slot, the same on all nodes."""
@@ -151,7 +151,7 @@ def memory_folder(spec: JobSpec) -> Path | None:
 
 
 def attempt_folder(folder: Path, attempt: int, nonce: str) -> Path:
-    """Return the folder of an attempt's memory states in that of its run."""
+    """Return the folder of an attempt's memory states in its run's folder."""
     return folder / f"{attempt:06d}-{nonce}"
 
 
@@ -162,7 +162,7 @@ def make_folder(folder: Path) -> None:
 
 
 def opened(folder: Path) -> AbstractContextManager[int]:
-    """Open a folder of memory states, from that of its user on. Raises as `open_own`: then nothing in it is to be trusted."""
+    """Open a folder of memory states, from its user's folder on. Raises as `open_own`: then nothing in it is to be trusted."""
     return open_own(*_place_of(folder))
 
 
@@ -181,14 +181,14 @@ def _place_of(folder: Path) -> tuple[Path, Path]:
 
 
 def _names_in(folder: Path) -> list[Path]:
-    """Return what a folder of memory states has. Nothing if it is refused, or gone."""
+    """Return the paths in a folder of memory states: none if it is refused, or gone."""
     with suppress(OSError), opened(folder) as here:
         return [folder / name for name in os.listdir(here)]
     return []
 
 
 def slot_of(folder: Path, number: int) -> Path:
-    """Return the folder of the `number`-th memory state of an attempt, in that of the attempt."""
+    """Return the folder of the `number`-th memory state of an attempt, in the attempt's folder."""
     return folder / f"{number % SLOTS}-{folder.name}"
 
 
@@ -270,7 +270,7 @@ def read_parts(folder: Path) -> list[Part]:
 
 
 def find_states(folder: Path, parts: Iterable[Part]) -> list[MemoryState]:
-    """Return the memory states of which all ranks have a part, the newest first. `folder` is that of the run on this node."""
+    """Return the memory states that have a part of every rank, the newest first. `folder` is the run's folder on this node."""
     by_state: defaultdict[tuple[object, ...], dict[int, RankState]] = defaultdict(dict)
     for part in parts:
         each = part.state
@@ -320,12 +320,12 @@ def copied_step(folder: Path, first_rank: int) -> int:
 
 
 def fetched_folder(folder: Path, first_rank: int) -> Path:
-    """Return the folder of the state that a node fetches, in that of the new attempt. It is like the folder of a run."""
+    """Return the folder of the state that a node fetches, in the new attempt's folder. It is like the folder of a run."""
     return folder / f"fetched.{first_rank:05d}"
 
 
 def link_part(part: Part, slot: Path, target: Path) -> None:
-    """Make links in another slot to a rank's files and seal. What is written over them is seen there."""
+    """Make links in another slot to a rank's files and seal. The links see later writes to these files."""
     for path in [*(slot / name for name, _ in part.state.files), seal_file(slot, part.state.rank)]:
         link = target / path.relative_to(slot)
         link.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -343,7 +343,7 @@ def remove_state(state: MemoryState) -> None:
 
 
 def forget_states(folder: Path, *, before: int) -> None:
-    """Remove the memory states of a run's attempts before the attempt `before`, with what was converted of them."""
+    """Remove the memory states of a run's attempts before the attempt `before`, and conversions of these states."""
     for each in _names_in(folder):
         number = each.name.partition("-")[0]
         if not number.isdigit() or int(number) < before:
@@ -358,9 +358,9 @@ def remove_if_empty(folder: Path) -> None:
 
 
 def forget_other_slots(folder: Path, state: MemoryState | None, *, before: int) -> None:
-    """Remove the slots of a run's attempts before the attempt `before`, except that of a state, and what they had fetched.
+    """Remove the slots of a run's attempts before the attempt `before`, except a state's slot, and the states that they fetched.
 
-    Supervisors that were killed have left what they fetched. Slots have no links to it.
+    Killed supervisors leave the states that they fetched. No slot has a link to such a state.
     """
     for slot in earlier_slots(folder, before=before):
         if state is None or slot_name(slot) != slot_name(state.folder):
@@ -375,7 +375,7 @@ def earlier_slots(folder: Path, *, before: int) -> list[Path]:
 
 
 def _of_earlier(folder: Path, mark: str, *, before: int) -> list[Path]:
-    """Return what has `mark` in its name in the folders of a run's attempts before the attempt `before`."""
+    """Return the entries with `mark` in their names in the folders of a run's attempts before the attempt `before`."""
     numbers = [(each.name.partition("-")[0], each) for each in _names_in(folder)]
     attempts = [each for number, each in numbers if number.isdigit() and int(number) < before]
     return [each for attempt in attempts for each in _names_in(attempt) if mark in each.name]
@@ -395,7 +395,7 @@ def _written_at(folder: Path) -> float:
 
 
 def bytes_in(slot: Path) -> int:
-    """Return the bytes of a slot, with those that are being written."""
+    """Return the bytes of a slot, files in progress included."""
     total = 0
     with suppress(OSError), opened(slot) as here:  # removed just now
         for _, _, names, inner in os.fwalk(".", dir_fd=here):
@@ -417,7 +417,7 @@ def room_for_states(memory: Path) -> int:
 
 
 def check_unchanged(state: MemoryState) -> bool:
-    """Return whether a state is still what it was, after it was loaded: an attempt that is fenced off may still write."""
+    """Return whether a state has not changed since it was read: an attempt that is fenced off may still write."""
     now = read_slot(state.folder)
     return now is not None and [_stamp_of(each) for each in now.ranks] == [_stamp_of(each) for each in state.ranks]
 

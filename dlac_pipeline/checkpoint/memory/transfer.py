@@ -1,8 +1,8 @@
 """Transfer of memory states between the nodes of a run: authenticated connections, and files with their seals over them.
 
 Both ends prove that they have the run's key, by a challenge to which the server's address and the operation belong. Content is
-neither encrypted nor authenticated, as that of Gloo and NCCL between ranks. A message is a msgpack map after its length. A part
-of a state is sent as its seal, the content of its files, and a message with their checksums, if the seal is still the same.
+neither encrypted nor authenticated, like messages of Gloo and NCCL between ranks. A message is a msgpack map after its length. A
+part of a state is sent as its seal, the content of its files, and a message with their checksums, if the seal is still the same.
 """
 
 import hashlib

@@ -35,7 +35,7 @@ def load_state(
 ) -> tuple[float, float]:
     """Load the checkpoint in `folder`, which `saved_world_size` ranks saved, converted if these ranks need it. Collective.
 
-    `converts` is True for one rank of every node. Return the seconds until it was converted, and those of the load. Raise
+    `converts` is True for one rank of every node. Return the seconds until it was converted, and the seconds of the load. Raise
     `WorldSizeUnsupported` if it cannot be converted. Otherwise raises as `convert_checkpoint` and `Engine.load`.
     """
     started = time.monotonic()
@@ -69,7 +69,7 @@ def convert_checkpoint(folder: Path, convert: Convert, *, patience_s: float = 15
 
 
 def discard_conversion(folder: Path) -> None:
-    """Remove what was made of the checkpoint in `folder`, whole or not. Raise `OSError` if it is still there."""
+    """Remove the conversion of the checkpoint in `folder`, whole or not. Raise `OSError` if it still exists."""
     target = _folder_of(folder)
     _remove([*_unfinished(target), target])
 

@@ -27,7 +27,7 @@ from dlac_pipeline.lakehouse.ledger.typed_rows import ExportRow
 from dlac_pipeline.lakehouse.store_files import file_digest
 
 WrittenFiles = dict[str, Written]
-"""By name."""
+"""Name of a file -> facts about it."""
 _Read = Callable[[Restored, Path], Weights]
 """Reads the tensors of a checkpoint, with a folder for temporary files."""
 _Write = Callable[[Weights, Path, dict[str, str]], WrittenFiles]
@@ -42,7 +42,7 @@ _DESCRIPTIONS = (
 )
 """Names of further files that describe a model and its tokenizer."""
 _SHARD_BYTES = 5_000_000_000
-"""Of one file of a folder, as Hugging Face's libraries divide a model."""
+"""Most bytes of a file in a folder, as Hugging Face's libraries divide a model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +53,7 @@ class Exported:
     digest: str
     """BLAKE3 of the file. If a folder has several files of weights: of their index."""
     bytes: int
-    """Of the files of weights."""
+    """Size of the files of weights."""
     tensors: int
     checkpoint_id: str
     step: int
@@ -143,7 +143,7 @@ def _check_config(config: Path) -> None:
 def _export(
     lakehouse: Lakehouse, tiers: Tiers, path: Path, step: int | None, part: str, read: _Read, write: _Write
 ) -> Exported:
-    """Verify the checkpoint, make `path` of it, and record the written files as those of `part`."""
+    """Verify the checkpoint, make `path` of it, and record the written files as files of `part`."""
     ledger = Ledger(lakehouse)
     hold = f"export:{socket.gethostname()}:{path}"  # exporting there again takes over what was killed
     with (

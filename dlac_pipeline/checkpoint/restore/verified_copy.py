@@ -1,4 +1,4 @@
-"""From a committed checkpoint to a verified local folder: the local copy, repaired from the store."""
+"""Verified local folder of a committed checkpoint: the local copy, repaired from the store."""
 
 import shutil
 from collections.abc import Callable

@@ -82,7 +82,7 @@ def write_state(state: Any, path: Path, *, direct: bool = True) -> Written:
 
 
 class Target(Protocol):
-    """What a state's content is written to."""
+    """Target to which a state's content is written."""
 
     def write(self, data: memoryview, /) -> int:
         """Take `data`, which may change afterwards, and return its length."""
@@ -126,7 +126,7 @@ def _write_tensors(state: TensorFile, file: Target) -> None:
 
 
 class _StreamedFile:
-    """Target of `torch.save`. A failure is kept until `finish`: if it were raised earlier, torch would report its own."""
+    """Target of `torch.save`. A failure is kept until `finish`: if it were raised earlier, torch would report another error."""
 
     def __init__(self, path: Path | None, *, direct: bool) -> None:
         """Open a new file. Without a path the content is digested only."""

@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Stored:
-    """A manifest in the store. It repeats the appends since its parent's, and the rows of its own append without a `seq`."""
+    """A manifest in the store. It repeats the appends since its parent's, and its checkpoint's rows without a `seq`."""
 
     address: str
     content: bytes
@@ -32,7 +32,7 @@ class _Stored:
         return arrow_rows.parse_columns(self.manifest.ledger_rows)
 
     def own_rows(self) -> list[typed_rows.LedgerRow]:
-        """Return the rows of its own append, with the facts that only its commit had."""
+        """Return the rows of the checkpoint's append, with the facts that only its commit had."""
         uri = path_at(self.address).resolve().as_uri() if is_local(self.address) else self.address
         facts: dict[str, Any] = {"manifest_uri": uri, "manifest_digest": content_digest(self.content)}
         facts["model_digest"] = self.manifest.model_digest
@@ -41,7 +41,7 @@ class _Stored:
         return [replace(row, **facts) if isinstance(row, typed_rows.CheckpointRow) else row for row in own]
 
     def own_fence(self, seq: int) -> run_rows.Fence:
-        """Return the fence of its own append."""
+        """Return the fence of the checkpoint's append."""
         name = self.manifest.checkpoint_id
         nonce = name.removeprefix(f"{self.manifest.run}-").split("-")[1]  # a replica group has its name after it
         return run_rows.Fence(attempt=self.manifest.attempt, nonce=nonce, seq=seq, head=name)
@@ -50,9 +50,9 @@ class _Stored:
 def stored_appends(
     lakehouse: Lakehouse, run: str, rows: Sequence[typed_rows.LedgerRow], uuid: str, files: StoreFiles
 ) -> dict[int, pa.Table]:
-    """Return `seq` -> rows of the appends that the run's manifests prove and `rows` lack. `uuid` is that of the ledger.
+    """Return `seq` -> rows of the appends that the run's manifests prove and `rows` lack. `uuid` is the ledger's.
 
-    Raises `StoreUnavailable`, or `SpecInvalid` for a store of which the lakehouse has no credentials.
+    Raises `StoreUnavailable`, or `SpecInvalid` for a store without credentials in the lakehouse.
     """
     manifests, committed = list[_Stored](), {row.head_after for row in rows}
     for folder in older_ledger.folders_of(rows):

@@ -1,4 +1,4 @@
-"""Rows of damaged tables: what the intact files have, what metadata files record, and slices, which are computed again."""
+"""Rows of damaged tables: from intact files, from metadata files, and slices, which are computed again."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
