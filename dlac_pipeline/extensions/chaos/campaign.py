@@ -21,7 +21,7 @@ from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 _FOLLOWS_WITHIN_S = 0.5
 """Greatest time from the start of new ranks to the next strike of a cascade."""
 _ENDS_WITHIN_S = 60.0
-"""Seconds for the other nodes to end once the run is finished."""
+"""Seconds for all further nodes to end once the run is finished."""
 _TARGETS = {"checkpoint": "two checkpoints of the lineage", "store": "the run's folder in the checkpoint store"}
 """Kind of a fault -> its target, of the kinds that need more than ranks that train."""
 
@@ -58,7 +58,7 @@ class _Wound:
 
 
 class ChaosCampaign:
-    """Faults on one run. `faults` has those that have struck, also if `run` raises."""
+    """Faults on one run. `faults` has the faults that have struck, also if `run` raises."""
 
     def __init__(
         self, job: ChaosJob, nodes: SupervisedNodes, ledger: Ledger, plan: ChaosPlan, *, say: Callable[[str], None]
@@ -155,7 +155,7 @@ class ChaosCampaign:
         self._wounds.clear()
 
     def _wait_for_recovery(self, chance: random.Random) -> None:
-        """Wait until new ranks have replaced those that must end, or the run has recovered, and then for a moment.
+        """Wait until new ranks have replaced the ranks that must end, or the run has recovered, and then for a moment.
 
         All ranks of a struck attempt must end. Of replica groups only the struck ones must.
         """

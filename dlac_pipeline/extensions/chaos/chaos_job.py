@@ -62,7 +62,7 @@ class ChaosJob:
     """A job of `chaos_spec`, the memory of each of its nodes, and its catalog and store, which can be made unavailable."""
 
     def __init__(self, spec: JobSpec, kinds: Collection[str]) -> None:
-        """`kinds` are those of the faults. Raise `SpecInvalid` for one that cannot be done with this job."""
+        """`kinds` are kinds of faults. Raise `SpecInvalid` for a kind that cannot be done with this job."""
         self.spec = spec
         self.environment: Mapping[str, str] = {**os.environ, KEY_VARIABLE: secrets.token_hex(16)}
         """Environment of its nodes, with the secret that they share."""
@@ -82,7 +82,7 @@ class ChaosJob:
             )
 
     def spec_of(self, node: int) -> JobSpec:
-        """Return the job spec of a node by its number, from 0. Each of several nodes has a memory of its own."""
+        """Return the job spec of a node by its number, from 0. Each of several nodes has another folder for memory."""
         spec, memory = self.spec, self.spec.checkpoint.memory
         if spec.launch.max_nodes == 1 or not memory or not Path(memory).is_dir():
             return spec
@@ -99,7 +99,7 @@ class ChaosJob:
             states.remove(folder)
 
     def has_target(self, kind: str) -> bool:
-        """Return whether an outage has something to take away. A store of its own has no folder of the run at first."""
+        """Return whether an outage has something to take away. A separate store has no folder of the run at first."""
         place = self._places.get(kind)
         return not isinstance(place, Path) or os.path.lexists(place)
 

@@ -15,7 +15,7 @@ PHASES = ("detect_s", "schedule_s", "stop_s", "claim_s", "verify_s", "load_s", "
 
 @dataclass(kw_only=True, slots=True)
 class Fault:
-    """One reported fault. Moments are seconds since the epoch."""
+    """A reported fault. Moments are seconds since the epoch."""
 
     number: int
     kind: str

@@ -60,7 +60,7 @@ class PlannedFault:
     kind: str
     at_step: int | None = None
     at_s: float = 0.0
-    """Without a step: seconds after the run's first step. Of a drawn fault: seconds since the run trains without a fault."""
+    """Seconds after the run's first step, if no step is named. Drawn faults: seconds since the run trains without a fault."""
     rank: int | None = None
     """Rank to strike. Unset: the seed chooses."""
     seed: int = 0
@@ -74,7 +74,7 @@ class PlannedFault:
 
 
 class Schedule:
-    """Faults that wait until they are due: listed ones, and others that are drawn one after the other."""
+    """Faults that wait until they are due: listed ones, and ones that are drawn in turn."""
 
     def __init__(self, listed: Sequence[PlannedFault] = (), drawn: Iterable[PlannedFault] = ()) -> None:
         self.listed = list(listed)
@@ -152,7 +152,7 @@ def draw_faults(kinds: Sequence[str], *, every_s: float, seed: int, faults: int 
 
 
 def draw_cascade(head: PlannedFault, kinds: Sequence[str], length: int) -> list[PlannedFault]:
-    """Return the faults that strike during the recovery from `head`, of those of `kinds` that may, in a cascade of `length`."""
+    """Return the faults that strike during the recovery from `head`, in a cascade of `length`. Only some of `kinds` may."""
     chance = random.Random(head.seed)
     following = [kind for kind in kinds if KINDS[kind].follows] or ["rank"]
     return [PlannedFault(kind=chance.choice(following), seed=chance.randrange(2**32)) for _ in range(length - 1)]

@@ -1,4 +1,4 @@
-"""One run under chaos, from the job to a report: the faults, and the audit of what the run has consumed."""
+"""Report of a run under chaos: the faults, and the audit of the consumed rows."""
 
 import time
 from collections.abc import Callable, Sequence

@@ -48,7 +48,7 @@ def still_runs(process: psutil.Process) -> bool:
 
 
 def ranks_below(supervisor: psutil.Process, run: str) -> dict[int, psutil.Process]:
-    """Return the living ranks of a supervisor by number. They are its children, or those of its fork server.
+    """Return the living ranks of a supervisor by number. They are its children, or children of its fork server.
 
     A process that a rank forks, such as a worker of a DataLoader, has the rank's title, and comes after it.
     """
@@ -199,7 +199,7 @@ def _check_nothing_aside(place: Path) -> None:
 
 
 def way_back(place: Path) -> str:
-    """Return the command that moves back what is moved aside now."""
+    """Return the command that undoes the present move."""
     remove = "rm" if place.is_symlink() else "rmdir"
     return f"{remove} {shlex.quote(str(place))} && mv {shlex.quote(str(aside_of(place)))} {shlex.quote(str(place))}"
 

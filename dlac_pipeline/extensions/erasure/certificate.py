@@ -141,7 +141,7 @@ def contradictions(lakehouse: Lakehouse, plan: ForgetPlan, spec_of: SpecOf) -> l
 
 
 def _state(plan: ForgetPlan) -> dict[str, Any]:
-    """Return the fields of a certificate that state what a plan has."""
+    """Return the fields of a certificate that state the content of a plan."""
     rows = {name: value for name, value in plan["rows"].items() if name != "statement"}
     return {**{name: plan[name] for name in ("id", "table", "table_uuid", "filters", "runs")}, "rows": rows}
 
@@ -185,7 +185,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _differing(certificate: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return the fields that differ from what was computed again."""
+    """Return the fields that differ from their recomputed values."""
     wanted, runs = ({run["run"]: run for run in each["runs"]} for each in (now, certificate))
     found = []
     if wanted.keys() != runs.keys():

@@ -1,4 +1,4 @@
-"""Execution of a request to forget rows: runs are rewound, and what has seen the rows is retired and removed."""
+"""Execution of a request to forget rows: runs are rewound, and checkpoints that have seen the rows are retired and removed."""
 
 import json
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ def execute_forget(lakehouse: Lakehouse, table: str, filters: Sequence[str], spe
     """Rewind each run to its clean checkpoint with the exclusion, then retire all that have seen the rows. Return the steps.
 
     Weights that killed attempts left in memory or in folders of checkpoints are removed, too. The ledger decides each step, so a
-    repeated call finishes what a killed one began. Runs that must begin again are left as they are. Raises as `plan_forget`
+    repeated call completes a killed one. Runs that must begin again are left as they are. Raises as `plan_forget`
     and `rewind_run`.
     """
     plan = plan_forget(lakehouse, table, filters)
@@ -64,7 +64,7 @@ def _rewind(lakehouse: Lakehouse, plan: ForgetPlan, run: dict[str, Any], spec_of
 
 
 def _retire(lakehouse: Lakehouse, run: dict[str, Any], spec: JobSpec | None) -> list[str]:
-    """Retire the affected checkpoints of a run whose head has not seen the rows, and remove their files and what was left."""
+    """Retire the affected checkpoints of a run whose head has not seen the rows, and remove their files and leftovers."""
     ledger, name, tags, affected = Ledger(lakehouse), run["run"], run["tags"] or (), run["affected"] or ()
     check_ledger(lakehouse, name)
     done = [f"tag {tag} of run {name} is removed from {unname_checkpoint(ledger, name, tag)}" for tag in tags]

@@ -1,6 +1,7 @@
 """Forgetting of rows: the checkpoints of all runs that have seen them, and the cost of training without them.
 
-In: a table and filters, of which one is true for each row. Out: the state of the request, as `audit/sql/forget.sql` computes it.
+In: a table and filters. A row is forgotten if any filter is true for it.
+Out: the state of the request, as `audit/sql/forget.sql` computes it.
 """
 
 import json
@@ -59,7 +60,7 @@ def plan_forget(
     """Return the state of a request, now or at a moment, and change nothing.
 
     Raises `NoSuchTable`, `NoSuchColumn` or `SpecInvalid` for a request that fits no table, or matches no planned row, and
-    `DataFileChanged` if a registered file is not the one that was read.
+    `DataFileChanged` if a registered file has changed since it was read.
     """
     source, filters, script = lakehouse.load(table), sorted(set(filters)), sql_script("forget")
     for each in filters:

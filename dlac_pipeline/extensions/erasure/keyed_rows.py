@@ -70,7 +70,7 @@ def keyed_places(
 
 
 def _add_keys(connection: duckdb.DuckDBPyConnection, values: _Values, keys: set[int]) -> list[str]:
-    """Add the keys of rows with these values. Return their identities: those of which they are all columns."""
+    """Add the keys of rows with these values. Return the identities whose columns they all are."""
     query = "SELECT DISTINCT identity, json_keys(identity) FROM keyed_files"
     fitting = [each for each in connection.execute(query).fetchall() if set(each[1]) == values.keys()]
     for identity, columns in fitting:

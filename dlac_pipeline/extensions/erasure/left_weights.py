@@ -53,7 +53,7 @@ class LeftWeights:
             forget_states(folder, before=self._before)
 
     def _local_copies(self) -> list[Path]:
-        """Return the copies on this node of a store elsewhere, but those of clean checkpoints."""
+        """Return the copies on this node of a store elsewhere, except copies of clean checkpoints."""
         run = self._tiers.local / self._tiers.run
         attempts = _children(run) if self._tiers.store is not None else []
         found = {
@@ -93,7 +93,7 @@ def _earlier_specs(lakehouse: Lakehouse, rows: Sequence[LedgerRow], run: str) ->
 
 
 def _children(folder: Path) -> list[Path]:
-    """Return what is in a folder. Empty if it does not exist, or is not this user's."""
+    """Return the entries of a folder. Empty if it does not exist, or is not this user's."""
     with suppress(OSError):
         return list(folder.iterdir())
     return []

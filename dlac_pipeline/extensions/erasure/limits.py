@@ -1,4 +1,4 @@
-"""Limits of a certificate: places that may keep the rows, or what a model learned from them, and that DLAC does not see.
+"""Limits of a certificate: places that DLAC does not see, and that may keep the rows, or weights that were trained on them.
 
 docs/forget.md lists the same sentences. A test compares the two.
 """
@@ -33,5 +33,5 @@ ORDER BY run
 
 
 def certificate_limits(connection: duckdb.DuckDBPyConnection) -> list[str]:
-    """Return the limits of a certificate over the ledger of a connection, also those of adopted weights in its runs."""
+    """Return the limits of a certificate over the ledger of a connection, limits of adopted weights in its runs included."""
     return [*LIMITS, *(text for (text,) in connection.execute(_ADOPTED).fetchall())]

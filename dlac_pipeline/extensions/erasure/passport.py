@@ -30,13 +30,13 @@ from dlac_pipeline.lakehouse.store_files import file_digest
 
 _FORMAT = 1
 _PART = "passport"
-"""Of the row of a passport among the exports."""
+"""Part of the row of a passport among the exports."""
 _SEEN = "SELECT DISTINCT k.key, f.salt, f.identity FROM keys_seen($1) AS k JOIN keyed_files AS f USING (identity)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Passport:
-    """What the first line of a passport says."""
+    """Content of the first line of a passport."""
 
     run: str
     checkpoint_id: str
@@ -59,7 +59,7 @@ def passport_of(export: Path) -> Path:
 def write_passport(lakehouse: Lakehouse, run: str, exported: Exported) -> Passport | None:
     """Write the passport of an export, and its digest to the ledger.
 
-    None: no data file that it was trained on has keys, so there is none, and that of an earlier export is removed.
+    None: no data file that it was trained on has keys, so there is none, and the passport of an earlier export is removed.
     """
     incomplete, query = sql_script("incomplete_keys"), _SEEN + " units plans checkpoints ancestors keyed_files"
     with open_audit(lakehouse, query=query + incomplete) as connection:
@@ -102,7 +102,7 @@ def _digest(facts: dict[str, Any], table: bytes) -> str:
 
 
 class OpenPassport:
-    """A passport that answers. `facts` are those of its first line."""
+    """A passport that answers. `facts` are the facts of its first line."""
 
     def __init__(self, export: Path) -> None:
         """Read the passport of an export. Raises `SpecInvalid` without one, for a changed one, or for one of other weights."""

@@ -1,4 +1,4 @@
-"""Erasure of what DLAC's own tables keep of forgotten rows: the digests of their keys, and the losses of their steps.
+"""Erasure of traces of forgotten rows in DLAC's own tables: the digests of their keys, and the losses of their steps.
 
 In: a request that is met. Out: the same tables without these values, and without the older files that had them. No other value
 of a row changes, so every audit, fence and order stays as it is.
@@ -32,7 +32,7 @@ _FILES = 64
 def erase_traces(lakehouse: Lakehouse, table: str, filters: Sequence[str], spec_of: SpecOf) -> list[str]:
     """Erase the traces of rows that are forgotten. Return the steps: none if there are no traces left.
 
-    A repeated call finishes what a killed one began. Raises `SpecInvalid` for a request that is not met, or as `plan_forget`,
+    A repeated call completes a killed one. Raises `SpecInvalid` for a request that is not met, or as `plan_forget`,
     and `CommitConflict` or `CatalogUnreachable` as `dlac upkeep`.
     """
     plan = plan_forget(lakehouse, table, filters)
@@ -56,7 +56,7 @@ def erase_traces(lakehouse: Lakehouse, table: str, filters: Sequence[str], spec_
 
 
 def _remove_older(lakehouse: Lakehouse, name: str) -> None:
-    """Delete the files of older snapshots, also those of a call that was killed before this."""
+    """Delete the files of older snapshots, and files that an earlier, killed call left."""
     expire(lakehouse, name, keep=1)
     remove_orphans(lakehouse, name)
 

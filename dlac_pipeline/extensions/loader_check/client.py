@@ -81,9 +81,9 @@ class LoaderProcess:
         return [rank["result"] for rank in self._ask("consume", jobs, limit_s)]
 
     def close(self) -> None:
-        """End the process and those of its group, also in the middle of a command.
+        """End the process and its group, also in the middle of a command.
 
-        Processes that it started in a session or group of their own remain.
+        Processes that it started in another session or group remain.
         """
         with contextlib.suppress(BrokenPipeError, ProcessLookupError):
             assert self._process.stdin is not None
@@ -133,7 +133,7 @@ class LoaderProcess:
         return answer
 
     def _kill_group(self) -> None:
-        """Kill what the process has left: the next one uses the same folder. Its number is its own until it is waited for."""
+        """Kill processes that are left: the next uses the same folder. The number is not used again until it is waited for."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 

@@ -1,4 +1,4 @@
-"""One loader's process: `python -m dlac_pipeline.extensions.loader_check.host LOADER`, a file or a module.
+"""Process of a loader: `python -m dlac_pipeline.extensions.loader_check.host LOADER`, a file or a module.
 
 It imports the loader's packages once and forks one process per rank and launch, so that a launch costs no import. They
 share its seed of hashes, and what the loader does at its import. At its start it writes what the loader offers, and then one
@@ -9,7 +9,7 @@ answer for each JSON command that it reads:
     {"do": "consume", "jobs": [...], "limit_s": s} -> {"ranks": [{"exit": 0 or -signal, "result": ..., "error": text}]}
 
 Ranks of a launch run at the same time, with the environment variables that torchrun sets. All of their processes have ended
-before its answer, but for those in a session or group of their own: each rank leads a process group, which is killed.
+before its answer, except processes in another session or group: each rank leads a process group, which is killed.
 """
 
 import contextlib

@@ -3,7 +3,7 @@
 A loader is a Python file, or a module, that defines
 
     open_loader(job: Job, state: bytes | None) -> Loader    opened at the saved state, or at the beginning
-    SHARED_STATE: bool                                      optional: one state serves all ranks (else each rank has its own)
+    SHARED_STATE: bool                                      optional: one state serves all ranks (else each rank has another)
     NOT_OFFERED: dict[str, str]                             optional: scenario -> why the loader has no such feature
     convert(job: Job) -> int                                optional: write the rows in the loader's own format into
                                                             `job.own_format`, and return the bytes written
@@ -22,7 +22,7 @@ from dlac_pipeline.extensions.loader_check.row_log import Ids
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """One rank of one launch. Paths are absolute. `batch_size` is global: a rank gets `rank_batch` of it."""
+    """A rank of a launch. Paths are absolute. `batch_size` is global: a rank gets `rank_batch` of it."""
 
     home: str  # folder of the lakehouse
     catalog: dict[str, str]  # pyiceberg properties of its catalog, and its name

@@ -6,7 +6,7 @@
         shadow.step(batch["row_id"])
     shadow.close()                                       # only at the end of the training
 
-Each rank of each launch writes a file of its own. The loop never waits for another process, and no error reaches it.
+Each rank of each launch writes another file. The loop never waits for another process, and no error reaches it.
 `dlac shadow` compares the rows with DLAC's order. Other environments import this module: standard library and numpy only.
 """
 
@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 Ids = NDArray[np.int64]
 
 SHADOW_VERSION = 1
-"""Version of the files. A later DLAC reads those of an earlier one."""
+"""Version of the files. A later DLAC reads files of an earlier one."""
 SUFFIX = ".rows"
 END = -1
 """Pass number of the record that ends a training."""
@@ -63,14 +63,14 @@ def read_records(log: bytes) -> list[Record]:
 
 
 class Shadow:
-    """A record of what this rank trains on. The first problem is logged as a warning, and ends the record, not the training."""
+    """A record of the rows that this rank trains on. The first problem is logged as a warning, and ends the record only."""
 
     def __init__(
         self, folder: str | Path, *, step: int, rank: int | None = None, world_size: int | None = None
     ) -> None:
         """`step` is the optimizer step of the checkpoint that the loop restored, 0 without one.
 
-        Rank and world size default to those of torch.distributed, else to RANK and WORLD_SIZE. The folder is shared by all ranks
+        Rank and world size default to torch.distributed's, else to RANK and WORLD_SIZE. The folder is shared by all ranks
         and launches of the training.
         """
         self._step = step

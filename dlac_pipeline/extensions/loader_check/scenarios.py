@@ -127,7 +127,7 @@ class Count:
 
 @dataclass(slots=True)
 class Bench:
-    """One loader's scenarios, each with its own table if it changes the table."""
+    """Scenarios of a loader. A scenario that changes the table has a copy."""
 
     host: LoaderProcess
     lake: Lake
@@ -319,7 +319,7 @@ class Bench:
 
 
 def _ids_of_pass(records: list[Record], number: int) -> Ids:
-    """Return the ids of a pass without padding: the first rank's in their order, then those of the next one."""
+    """Return the ids of a pass without padding: the first rank's in their order, then the next rank's."""
     ids = np.concatenate([record.ids for record in records if record.pass_number == number] or [np.empty(0, int)])
     return ids[ids >= 0]
 

@@ -84,7 +84,7 @@ def _set_replace(producer: Any) -> None:
 
 
 def sequences(begin: int, end: int, length: int) -> pa.Table:
-    """Return rows `begin` to `end`, each with `length` tokens, the first of which is the row id."""
+    """Return rows `begin` to `end`, each with `length` tokens. The first token is the row id."""
     tokens = np.random.default_rng(begin).integers(0, 50_000, size=(end - begin, length), dtype=np.int32)
     tokens[:, 0] = np.arange(begin, end)
     return token_rows(begin, tokens)

@@ -24,7 +24,7 @@ MOST_STEPS = 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RehearsedStep:
-    """One step: its record in production, and its result in the rehearsal."""
+    """A step: its record in production, and its result in the rehearsal."""
 
     step: int
     recorded: float | None
@@ -47,7 +47,7 @@ class RehearsedStep:
 
     @property
     def difference(self) -> float | None:
-        """Replayed loss minus the recorded one, or None if one of them is missing."""
+        """Replayed loss minus the recorded one, or None if either is missing."""
         return None if self.recorded is None or self.replayed is None else self.replayed - self.recorded
 
 
@@ -66,7 +66,7 @@ class Rehearsal:
     world_size: int
     script: str
     config_changed: bool | None
-    """True if spec, script or arguments differ from those that the checkpoint names. None if it names none."""
+    """True if spec, script or arguments differ from the checkpoint's. None if it names none."""
     steps: tuple[RehearsedStep, ...]
     restore_s: float
     """Seconds to copy the checkpoint into the sandbox and to verify it."""
@@ -118,7 +118,7 @@ def rehearse_run(
 ) -> Rehearsal:
     """Rehearse the newest kept checkpoint that has a committed successor, for up to `steps` steps (unset: at most 20).
 
-    The job spec is that of the attempt that took the successor, unless `spec` is given. The order is that of the committed
+    The job spec comes from the attempt that took the successor, unless `spec` is given. The order comes from the committed
     leg. The number of ranks is the recorded one, regardless of the spec. The sandbox is made in `sandbox_folder`, or in the
     folder of temporary files. It holds one copy of the checkpoint.
 

@@ -146,7 +146,7 @@ def _start_before(lakehouse: Lakehouse, run: str, found: CommittedStep) -> Repla
 def _ranked(
     run: str, step: int, rows: Sequence[StepRow], samples: Sequence[Sequence[tuple[float, int]]]
 ) -> list[tuple[tuple[float, int], StepRow]]:
-    """Return loss and items of the rows by their loss. A row of a slot with as many losses has its own, else the mean."""
+    """Return loss and items of the rows by their loss. If a slot has as many losses as rows, each row has one, else the mean."""
     found: list[tuple[tuple[float, int], StepRow]] = []
     is_given = bool(samples) and all(samples[row.slot] for row in rows)
     for slot, group in groupby(rows if is_given else (), key=lambda row: row.slot):
@@ -166,7 +166,7 @@ def _ranked(
 def _rewinds(
     steps: StepRows, found: CommittedStep, rows: Sequence[StepRow], by: Sequence[str], *, to_step: int
 ) -> tuple[tuple[str, ...], str]:
-    """Return a command for the rows of the worst row's source, and what it leaves out, or why there is none."""
+    """Return a command for the rows of the worst row's source, and the rows that it leaves out, or why there is none."""
     source, in_force = rows[0].source, exclusions_in_force(steps.steps.rows)
     mine, leg_source = [row for row in rows if row.source == source], found.leg.sources[source]
     table = steps.lakehouse.load(steps.tables(found.leg)[source])

@@ -81,7 +81,7 @@ def replay_steps(
 ) -> Replay:
     """Restore the checkpoint that `choose` finds, and repeat the steps after it, in a sandbox below `folder`.
 
-    The job spec is that of the attempt that trained the steps, unless `spec` is given. Order and number of ranks are the
+    The job spec comes from the attempt that trained the steps, unless `spec` is given. Order and number of ranks are the
     recorded ones.
 
     Raises:

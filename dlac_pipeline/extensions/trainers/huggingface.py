@@ -1,4 +1,4 @@
-"""The Hugging Face `Trainer`: its saves become checkpoints of a training run, with what was consumed. See docs/trainers.md."""
+"""The Hugging Face `Trainer`: its saves become checkpoints of a training run, with the consumed rows. See docs/trainers.md."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -56,7 +56,7 @@ class DlacCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         )
 
     def load(self, inputs: Callable[[Batch], Any], *, micro_batches: int) -> RunLoader:
-        """Return the loader. The labels of a micro-batch without a sample are masked: the Trainer may count those of a step."""
+        """Return the loader. The labels of a micro-batch without a sample are masked: the Trainer may count them."""
 
         def masked(batch: Batch) -> Any:
             found = inputs(batch)
@@ -125,7 +125,7 @@ class DlacCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             control.should_save = True
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Commit what the Trainer has just saved."""
+        """Commit the Trainer's last save."""
         self._run.checkpoint()
         self._stop_if_asked(control)
 

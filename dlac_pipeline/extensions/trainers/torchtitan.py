@@ -42,7 +42,7 @@ class RunDataLoader:
         return run.loader(self._masked, micro_batches=samples // local_batch_size)
 
     def _masked(self, batch: Batch) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """Make a micro-batch. torchtitan weighs it by its labels, all of which it ignores if the micro-batch has no sample."""
+        """Make a micro-batch. torchtitan weighs it by its labels. It ignores all labels if the micro-batch has no sample."""
         inputs, labels = self._inputs(batch)
         return inputs, labels if batch.weight else torch.full_like(labels, _IGNORED)
 

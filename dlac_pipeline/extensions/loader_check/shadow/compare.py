@@ -50,7 +50,7 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Restart:
-    """The first step after a restart: rows of the loop, those of them that are in the model already, and rows of DLAC."""
+    """The first step after a restart: rows of the loop, how many of them are in the model already, and rows of DLAC."""
 
     launch: int
     step: int
@@ -138,7 +138,7 @@ class _Snapshot:
 def compare_shadow(lakehouse: Lakehouse, spec: JobSpec, folder: Path, *, by: str) -> ShadowReport:
     """Compare the files in a folder with the order of a job spec, by an integer column that identifies rows.
 
-    The snapshot is that of the spec, else the one that was current when the first launch began.
+    The spec names the snapshot, or else it was current when the first launch began.
 
     Raises:
         SpecInvalid: the folder has no files, the spec has several sources, or the column is no key.
@@ -263,7 +263,7 @@ class _Comparison:
         return found
 
     def _difference(self, kind: str, number: int, places: Ids, known: Flags, rows: Ids) -> Difference:
-        """Return the difference of some of all rows. `known` are those of the pass that the snapshot has."""
+        """Return the difference of some of all rows. `known` are the rows of the pass that the snapshot has."""
         ids, steps = self._all["id"][rows], self._all["step"][rows]
         later = int(self.now.find(ids)[1].sum()) if kind == "outside" and self.now else 0
         return Difference(

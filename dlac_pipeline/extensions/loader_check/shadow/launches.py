@@ -12,10 +12,10 @@ from dlac_pipeline.lakehouse.errors import FormatTooNew, SpecInvalid
 
 @dataclass(kw_only=True, slots=True)
 class Launch:
-    """One start of the training, on all its ranks."""
+    """A start of the training, on all its ranks."""
 
     number: int
-    """From 1."""
+    """Number of the launch, from 1."""
     step: int
     """Step of the checkpoint from which it resumed."""
     world_size: int
@@ -26,7 +26,7 @@ class Launch:
     closed: set[int] = field(default_factory=set)
     """Ranks that have called `close`."""
     doubts: list[str] = field(default_factory=list)
-    """Sentences about what the files do not tell."""
+    """Sentences about facts that the files lack."""
 
     @property
     def has_ended(self) -> bool:
@@ -73,7 +73,7 @@ class _File(NamedTuple):
 
 
 def read_launches(folder: Path) -> list[Launch]:
-    """Return the launches of which a folder has files, in their order.
+    """Return the launches that have files in a folder, in their order.
 
     Raises:
         SpecInvalid: there is none, or a file has other content.
@@ -103,7 +103,7 @@ def read_launches(folder: Path) -> list[Launch]:
 def _group_files(files: Sequence[_File]) -> list[list[_File]]:
     """Return the files of each launch. They are in the order of time.
 
-    Files with the same step and number of ranks may be of two launches, the second of which has a rank again. It begins after
+    Files with the same step and number of ranks may be of two launches: the second has a rank again. It begins after
     the longest pause before that, because a launch may have no file of a rank that failed early.
     """
     groups: list[list[_File]] = []
