@@ -113,7 +113,7 @@ class RankAgent(LocalElasticAgent):
 
 
 class _OwnLogs(LogsSpecs):
-    """No log of torch's: each rank writes into its own, in the launch folder."""
+    """No log of torch's: each rank writes its log into the launch folder."""
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Return no destinations."""

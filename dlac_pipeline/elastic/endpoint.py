@@ -67,7 +67,7 @@ class Endpoint:
         )
 
     def local_address(self) -> str:
-        """Return the address at which the other nodes reach this one. Raise `OSError` if there is no route to the endpoint."""
+        """Return the address at which all further nodes reach this one. Raise `OSError` if there is no route to the endpoint."""
         own = own_address(self._host)
         if own:
             return own

@@ -89,7 +89,7 @@ def is_alive() -> bool:
 
 
 def end_server(*, only_user: object = None) -> None:
-    """End the server, unless ranks other than those of `only_user` use it. Ranks that it has not started never start."""
+    """End the server, unless it serves ranks besides the ranks of `only_user`. Ranks that it has not started never start."""
     with _LOCK:
         if all(user is only_user for user in _USERS):
             _kill()

@@ -119,5 +119,5 @@ def create_handler(parameters: rendezvous.RendezvousParameters) -> DlacRendezvou
 
 
 def torchrun_handler() -> Callable[[rendezvous.RendezvousParameters], rendezvous.RendezvousHandler]:
-    """Return what the entry point group `torchrun.handlers` wants: a function that makes handlers."""
+    """Return a function that makes handlers, as the entry point group `torchrun.handlers` wants."""
     return create_handler

@@ -1,4 +1,4 @@
-"""One node's heartbeat in the store of a run, the lease of the leader, and the rounds that the leader forms.
+"""Heartbeat of a node in the store of a run, the lease of the leader, and the rounds that the leader forms.
 
 A thread talks to the store, so that a silent network does not block the node. See docs/design/0015-rounds.md.
 
@@ -31,7 +31,7 @@ _READ_OFTEN = 256
 """Nodes up to which the leader reads all of them every time. Of more it reads as many per second."""
 _LAST_TICK_S = 1.0
 _REPEAT = 16
-"""Ticks after which a leader writes again what it announced: a stranger may have overwritten it."""
+"""Ticks after which a leader repeats its announcements: a stranger may have overwritten them."""
 _SLOT_TRIES = 16
 """Attempts at a slot in one tick: all nodes of a run may start at once."""
 _FORGET = 20
@@ -41,7 +41,7 @@ _NEWS = ("slot", "round", "announced", "message", "training", "ended")
 
 
 class NodeHeartbeat:
-    """Of one node, over one connection to the store of its run."""
+    """Announces one node to the run's store, and elects the leader."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class NodeHeartbeat:
         self._now = watched_time()
         self._id = secrets.token_hex(8)
         self.ids = frozenset({self._id, *ids_before})
-        """Of this node's connections, this one and those before."""
+        """Ids of this node's connections, past ones included."""
         self.slot = 0
         """This node's number, or 0 before it has one."""
         self._wrote_at = 0
@@ -70,7 +70,7 @@ class NodeHeartbeat:
         self._beat = self._ticks = self.looks = 0  # knowledge of other nodes changes with `looks` alone
         self._offer: Offer | None = None
         self._offers: dict[int, Offer] = {}
-        """Of the nodes that wait, known to the leader."""
+        """Offers of the nodes that wait, known to the leader."""
         self._plan: RoundPlan | None = None
         self._in_round = False
         self._message: Message = {}
@@ -158,7 +158,7 @@ class NodeHeartbeat:
 
     @property
     def cut_off(self) -> bool:
-        """True if the store has not answered for too long, or the others have begun another round without this node."""
+        """True if the store has not answered for too long, or another round has begun without this node."""
         with self._lock:
             silent = self._spoke_at < self._now() - self._launch.node_timeout_s
             left_behind = self._in_round and self._plan is not None and self._lease["round"] > self._plan.number
@@ -196,7 +196,7 @@ class NodeHeartbeat:
         self._hurries.set()
 
     def announced(self, subject: str) -> Message | None:
-        """Return what the leader announced."""
+        """Return the leader's announcement."""
         with self._lock:
             return self._announced.get(subject)
 
@@ -396,7 +396,7 @@ class NodeHeartbeat:
         return {slot: self._id if slot == self.slot else self._peers[slot].id for slot in slots}
 
     def _uninformed(self) -> list[str]:
-        """Return the ids of nodes that get no verdict in this round: those that wait, and those that are lost."""
+        """Return the ids of nodes that get no verdict in this round: waiting nodes, and lost ones."""
         known = {slot: peer for slot, peer in self._peers.items() if peer.id and not self._gone(slot)}
         # of a new node only the id is known
         return [

@@ -34,7 +34,7 @@ _WANTED_BY = 16
 """Nodes that check this often whether the run has ended. More nodes check less often, because each check asks the catalog."""
 _FAREWELL_S = 5.0
 _REFUSAL_S = 2.0
-"""Seconds that a node stays that serves the store and would train another job: the others read the refusal."""
+"""Seconds that a node stays that serves the store and would train another job: all further nodes read the refusal."""
 _AGENTS_WAIT_S = 60.0
 """Seconds that the agents of one round wait for each other. All of them exist when it is formed."""
 
@@ -158,9 +158,9 @@ class Membership:
             beat.close(leaves=False)
 
     def close(self) -> None:
-        """Leave, so that the others need not wait until this node counts as lost.
+        """Leave, so that no node waits until this one counts as lost.
 
-        The node that serves the store leaves last: those that wait read there how the run has ended, or that they are refused.
+        The node that serves the store leaves last, so that waiting nodes can read the outcome.
         """
         beat, self._heartbeat = self._heartbeat, None
         if beat is None or self._endpoint is None:
@@ -230,7 +230,7 @@ class Membership:
 
 @contextmanager
 def _quiet_import() -> Iterator[None]:
-    """Import PyTorch so that its C++ prints no stack for each lost connection, of which Python gets an error anyway."""
+    """Import PyTorch so that its C++ prints no stack for each lost connection. Python gets an error anyway."""
     if _LOG_LEVEL in os.environ:
         yield
         return

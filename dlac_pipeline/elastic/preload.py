@@ -35,7 +35,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def preload(wanted: dict[str, str | list[str]]) -> None:
-    """Import what ranks need. The process ends, with its reason in a file, if that must not be forked."""
+    """Import the modules that ranks need. The process ends, with its reason in a file, if it must not be forked then."""
     setproctitle(str(wanted["title"]))
     with open(str(wanted["log"]), "ab") as stream:
         os.dup2(stream.fileno(), 1)

@@ -1,4 +1,4 @@
-"""Assignment of ranks to nodes: the largest world size that divides the global batch, so that batches stay what they are."""
+"""Assignment of ranks to nodes: the largest world size that divides the global batch, so that batches do not change."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
@@ -33,7 +33,7 @@ class Offer:
 
     host: str
     address: str
-    """Address at which the other nodes reach it."""
+    """Address at which all further nodes reach it."""
     ranks: int
     """Number of ranks that it can have."""
     interface: str = ""
@@ -41,7 +41,7 @@ class Offer:
     attempt: int = 0
     """Last attempt of the run that it has taken part in."""
     config: str = ""
-    """Digest of what it would train."""
+    """Digest of the job that it would train."""
     memory_port: int = 0
     """Port at which it serves states in memory, or 0 if it keeps none."""
 
@@ -64,9 +64,9 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoundPlan:
-    """One round: its size, the port of the process group's store at the leader, and its members, the leader first.
+    """Plan of a round: its size, the port of the process group's store at the leader, and its members, the leader first.
 
-    The leader knows all members. Any other node reads its own part, which has the leader, itself, and its buddy.
+    The leader knows all members. Any other node reads a part, which has the leader, itself, and its buddy.
     """
 
     number: int

@@ -35,7 +35,7 @@ class Peer:
 
 
 def name_of_announcement(lease: Message, subject: str, version: int) -> str:
-    """Return the name of what the leader announces on a subject in the round of the lease."""
+    """Return the name of the leader's announcement on a subject in the round of the lease."""
     return f"{name_of_plan(lease['round'], lease['formed_by'])}/{subject}/{version}"
 
 

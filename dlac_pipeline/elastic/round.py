@@ -1,7 +1,7 @@
-"""One round, as one of its nodes sees it: its share of the ranks, the leader, and the messages of the others.
+"""Round of nodes, as one node sees it: its share of the ranks, the leader, and the messages of all further nodes.
 
 The leader claims the run, watches all ranks, and decides how the attempt has ended. Every other node starts its ranks and
-follows the leader's announcements. A single node leads, and has no others.
+follows the leader's announcements. A single node leads.
 """
 
 import time
@@ -42,12 +42,12 @@ class Round:
 
     @property
     def cut_off(self) -> bool:
-        """True if this node has reached no other for too long, or the others have begun another round."""
+        """True if this node has reached no other for too long, or another round has begun."""
         return self._heartbeat is not None and self._heartbeat.cut_off
 
     @property
     def looks(self) -> int:
-        """A number that changes whenever this node's knowledge of the others does. 0: a single node."""
+        """A number that changes whenever this node's knowledge of the round does. 0: a single node."""
         return 0 if self._heartbeat is None else self._heartbeat.looks
 
     def lost_nodes(self) -> list[int]:
@@ -86,7 +86,7 @@ class Round:
             self._heartbeat.announce(subject, message)
 
     def announced(self, subject: str) -> Message | None:
-        """Return what the leader announced."""
+        """Return the leader's announcement."""
         return None if self._heartbeat is None else self._heartbeat.announced(subject)
 
     def acknowledge(self) -> None:

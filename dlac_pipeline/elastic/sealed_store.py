@@ -48,7 +48,7 @@ class SealedStore:
         self._store = store
         self._prefix = prefix
         self._last_opened: dict[str, Sealed] = {}
-        """Of each name of `read_all`: most of what it reads has not changed since."""
+        """Last content of each name of `read_all`: most content has not changed since."""
         self._fernet = Fernet(base64.urlsafe_b64encode(hashlib.sha256(secret.encode()).digest()))
 
     def publish(self, name: str, message: Message) -> None:
@@ -62,7 +62,7 @@ class SealedStore:
         self._store.multi_set(keys, sealed)  # type: ignore[attr-defined]  # torch's declarations lack it
 
     def replace(self, name: str, found: Sealed, message: Message) -> Sealed:
-        """Write a message if `found` is still stored. Return what is stored then."""
+        """Write a message if `found` is still stored. Return the content that is stored then."""
         key, raw = self._key(name), self._seal(name, message)
         stored = self._store.compare_set(key, found.raw, raw)  # type: ignore[arg-type]  # bytes as well
         if found.raw and stored == found.raw:  # that is how a store answers that the key was deleted

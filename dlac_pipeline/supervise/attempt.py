@@ -1,4 +1,4 @@
-"""One attempt of a run under its supervisor: from spawning the ranks and claiming the run to the end of the last process."""
+"""Attempt of a run under its supervisor: from spawning the ranks and claiming the run to the end of the last process."""
 
 import json
 import signal
@@ -39,7 +39,7 @@ from dlac_pipeline.supervise.supervision import Supervision
 
 POLL_S = 0.05
 _LEAVE_MARGIN_S = 2.0
-"""Extra seconds for ranks past their deadline. Ranks enforce the deadline themselves and report what was lost."""
+"""Extra seconds for ranks past their deadline. Ranks enforce the deadline themselves and report the lost steps."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +54,7 @@ class _StopRequested(Exception):
 
 
 class SupervisedAttempt:
-    """One attempt that this node leads. `replaces` and `failure` describe the attempt before it."""
+    """An attempt that this node leads. `replaces` and `failure` describe the attempt before it."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class SupervisedAttempt:
         self.leg: Leg | None = None
         self.committed = False
         self.others = round_.others
-        """Places of the other nodes of this attempt."""
+        """Places of the further nodes of this attempt."""
         self._supervision = supervision
         self._round = round_
         self._spec = spec_for(supervision.spec, round_)
@@ -236,7 +236,7 @@ class SupervisedAttempt:
             self._wait()
 
     def _observe(self, ranks: AllRanks) -> Iterator[tuple[Observation, Exit | None]]:
-        """Yield what is observed now, with the rank to blame. An exit precedes what the ranks can no longer receive."""
+        """Yield the present observations, with the rank to blame. An exit comes before messages that no rank can receive."""
         if ranks.stop_requested:  # another node was asked to stop the run
             self._supervision.stop.set()
         if ranks.own.has_notice:
@@ -268,7 +268,7 @@ class SupervisedAttempt:
     def _apply(
         self, observation: Observation, ranks: AllRanks, cause: Exit | None = None
     ) -> Ending | Failure | Rescale | None:
-        """Do what an observation requires. Return the end of the attempt once it has ended."""
+        """Act on an observation. Return the end of the attempt once it has ended."""
         decision = self._machine.observe(observation)
         if decision is Decision.LEAVE:
             self._supervision.leave()
@@ -339,7 +339,7 @@ class SupervisedAttempt:
         self._monitor.observe(ranks.heartbeats())
 
     def _forward_events(self) -> None:
-        """Publish the events of rank 0, of written recoveries, and warnings about memory states. Note those of the attempt."""
+        """Publish the events of rank 0, of written recoveries, and warnings about memory states. Note the attempt's events."""
         self._supervision.recorder.publish_written()
         for message in self._supervision.memory.take_warnings():
             self._publish({"event": "warning", "message": message})

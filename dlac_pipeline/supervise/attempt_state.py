@@ -38,7 +38,7 @@ class Observation(Enum):
     HANG_FOUND = auto()
     DEADLINE_PASSED = auto()
     VERDICT_RECEIVED = auto()
-    """On a node that follows: the leader has decided the end of the attempt."""
+    """The leader has decided the end of the attempt. Observed by a node that follows."""
     LEADER_LOST = auto()
     """On a node that follows."""
 
@@ -48,7 +48,7 @@ class Decision(Enum):
 
     CONTINUE = auto()
     LEAVE = auto()
-    """Ask this node to leave the run to the other nodes."""
+    """Ask this node to leave the run to all further nodes."""
     REQUEST_STOP = auto()
     """Ask the ranks to exit before a deadline, which begins now."""
     REQUEST_CHECKPOINT = auto()

@@ -19,7 +19,7 @@ _ON_THE_WAY = ("steps", "seconds", "auto")
 
 
 def launch_folders_of(rows: Sequence[LedgerRow], attempt: int) -> list[Path]:
-    """Return the launch folders of an attempt on this node: the one that its claim names, and those with its resume point."""
+    """Return the launch folders of an attempt on this node: its claim names one, and more may have its resume point."""
     named = claim_of(rows, attempt).launch_folder
     if not named:
         return []

@@ -19,9 +19,9 @@ _LOGGER = logging.getLogger(__name__)
 _CLOSE_WITHIN_S = 10.0
 """Seconds for which the end of a launch waits for rows. A catalog that answers needs far less."""
 _ATTEMPT_WITHIN_S = 3.0
-"""The same for the end of an attempt."""
+"""Seconds to wait for the catalog when an attempt ends."""
 _STOPPED_WITHIN_S = 2.0
-"""The same after a stop request, whose sender kills this process soon."""
+"""Seconds to wait for the catalog after a stop request, whose sender kills this process soon."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +37,7 @@ class RecoveryRecorder:
     """Writer of rows of `recoveries`, in the order of the calls of `record`. All methods are called in one thread."""
 
     def __init__(self, lakehouse: Lakehouse, *, stop: threading.Event | None = None) -> None:
-        """Once `stop` is set, no read of an unavailable ledger is repeated, and no end waits for long."""
+        """Recorder of a supervisor. Once `stop` is set, no read of an unavailable ledger is repeated, and no end waits long."""
         self._lakehouse = lakehouse
         self._stop = stop or threading.Event()
         self._closed = threading.Event()
@@ -76,7 +76,7 @@ class RecoveryRecorder:
         self.publish_written(within_s=0.0 if self._stop.is_set() else _ATTEMPT_WITHIN_S)
 
     def close(self) -> None:
-        """Wait until all rows are written, for 10 s at most, or 2 s after a stop request. Warn of the others."""
+        """Wait until all rows are written, for 10 s at most, or 2 s after a stop request. Warn of rows that are left."""
         within_s = _STOPPED_WITHIN_S if self._stop.is_set() else _CLOSE_WITHIN_S
         self.publish_written(within_s=within_s)
         self._closed.set()

@@ -166,7 +166,7 @@ class CheckpointPolicy:
 
     @property
     def _notice_name(self) -> str | None:
-        """The notice by which all ranks exit, or the one that this rank received."""
+        """The notice by which all ranks exit, or the notice that this rank received."""
         first = self._notices.first
         received = None if self.leaving is None else self.leaving.notice
         return received if received is not None or first is None else first.name

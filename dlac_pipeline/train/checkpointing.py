@@ -32,7 +32,7 @@ def prepare_process(spec: JobSpec) -> None:
 
 
 class Checkpointing:
-    """One rank's engine, its finished steps, and the checkpoints after them. Its methods are collective."""
+    """Engine of a rank, its finished steps, and the checkpoints after them. Its methods are collective."""
 
     def __init__(
         self,

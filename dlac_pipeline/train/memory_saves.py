@@ -37,7 +37,7 @@ _STATE_PER_WEIGHT = 4
 _NOT_WANTED = "-"
 """No states are kept, and no warning says so."""
 _MORE_ROOM = 'start the container with a larger --shm-size, free memory of the node, or set checkpoint.memory = ""'
-"""What a user can do if memory is too small."""
+"""Advice to a user if memory is too small."""
 _FIRST = states.SLOTS + 2
 """States that are saved before their cost sets the pace. The first one of a slot takes longer, because its memory is new."""
 _COSTS = 5
@@ -64,7 +64,7 @@ class MemorySaves:
         self._folder: Path | None = None
         """Folder of this attempt. None: no states are kept."""
         self._every = self._fixed = spec.checkpoint.memory_every_steps
-        """Steps between two states. 0: not known yet. The first steps of the attempt show what a state costs."""
+        """Steps between two states. 0: not known yet. The first steps of the attempt show the cost of a state."""
         self._number = 0
         self._saved_step = 0
         """Step of the last state."""
@@ -86,7 +86,7 @@ class MemorySaves:
         self._stepped_at: float | None = None
         self._due_at = 0.0
         self._returned_at: float | None = None
-        """When the script got the control back after the last step. What it does until a state is saved is part of a step."""
+        """Time when the script got the control back after the last step. Its work until a state is saved is part of a step."""
 
     def begin(self, engine: Engine) -> None:
         """Make the folder on each node, if all have room for states of this engine. Earlier states were loaded. Collective."""
@@ -125,11 +125,11 @@ class MemorySaves:
         self._returned_at = time.monotonic()
 
     def pause(self) -> None:
-        """Note that the time since the last step is not that of a state, and that until the next one not that of a step."""
+        """Restart both clocks: a pause is neither a step nor a save."""
         self._stepped_at, self._due_at, self._returned_at = None, time.monotonic(), None
 
     def wait_for_copy(self, is_asked: Callable[[], bool]) -> None:
-        """With `memory_waits`, wait until this node's part of the last state is copied, if another one is due now.
+        """Wait until this node's part of the last state is copied, if another one is due now and `memory_waits` is set.
 
         The wait also ends if this rank cannot keep states, or `is_asked` to stop.
         """
@@ -143,7 +143,7 @@ class MemorySaves:
             self._stepped_at = self._due_at = time.monotonic()  # neither a step's time nor a state's
 
     def report(self, report: RankReport) -> RankReport:
-        """Add what this rank has to say about states: that it cannot keep them, and rank 0 how often they are to be kept."""
+        """Add this rank's facts about states: that it cannot keep them, and from rank 0 how often they must be kept."""
         steps = 0
         if self._communicator.rank == 0 and not self._fixed and self._costs and math.isfinite(self._step_s):
             steps = math.ceil(statistics.median_low(self._costs) / (MOST_OVERHEAD * self._step_s))
@@ -233,7 +233,7 @@ class MemorySaves:
             self._files.pop(path).free()
 
     def _free_fetched(self) -> None:
-        """Remove what was fetched of the state that the attempt resumed from, once all ranks have loaded it. Collective."""
+        """Remove fetched parts of the state that the attempt resumed from, once all ranks have loaded it. Collective."""
         point, tree = self._attempt.point, self._communicator.tree
         if isinstance(point, FromMemory) and self._has_buddy:
             tree.broadcast(tree.lowest(b""))
@@ -244,7 +244,7 @@ class MemorySaves:
     def _make(self, folder: Path, engine: Engine) -> str:
         """Make the folder of this attempt's states, or return why none are kept. Old states are removed.
 
-        Of the run's earlier states only the one that was loaded stays. It is removed once a new state is whole.
+        The state that was loaded stays until a new state is whole. All earlier ones are removed.
         """
         number, loaded = self._attempt.point.attempt, self._attempt.memory
         try:
@@ -272,7 +272,7 @@ class MemorySaves:
             raise OSError(f"{room >> 20} MiB of memory for another state of {first >> 20} MiB")
 
     def _give_up(self, slot: Path, failure: Exception) -> None:
-        """Free what this rank has written, and say so with the next message."""
+        """Free the states that this rank has written, and report it with the next message."""
         rank = self._communicator.rank
         with suppress(OSError):
             states.remove_seal(slot, rank)
@@ -298,7 +298,7 @@ class MemorySaves:
         return copied >= self._saved_step
 
     def _state_here(self, engine: Engine) -> int:
-        """Return about the bytes of a state on this node, with those of the node whose buddy it is."""
+        """Return about the bytes of a state on this node, and of its copy for the node whose buddy it is."""
         whole, shard = _bytes_of_state(engine)
         return whole + shard * self._communicator.ranks_here * (1 + self._has_buddy)
 
@@ -335,7 +335,7 @@ def _trained(trackers: list[ReaderStateTracker]) -> Iterator[states.Trained]:
 
 
 def _bytes_of_state(engine: Engine) -> tuple[int, int]:
-    """Return about the bytes of a state for the parameters that each rank has whole, and for this rank's shards of the others.
+    """Return about the bytes of a state for the parameters that each rank has whole, and for this rank's shards of the rest.
 
     A user's adapter may name no parameters.
     """

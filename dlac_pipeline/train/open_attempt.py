@@ -39,7 +39,7 @@ class Reader(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpenAttempt:
-    """One rank's part of an attempt, ready to train."""
+    """Part of a rank in an attempt, ready to train."""
 
     name: Attempt
     point: ResumePoint

@@ -34,7 +34,7 @@ class RestoredGenerators:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RestoredMemory:
-    """What an attempt takes from a memory state, beside the files."""
+    """Facts of a memory state that are not in its files."""
 
     state: MemoryState
     cursors: ReaderState
@@ -44,7 +44,7 @@ class RestoredMemory:
 
 
 def read_memory(point: ResumePoint, order: LegOrder) -> RestoredMemory | None:
-    """Return what a resume point in memory has, or None. Raise `MemoryStateLost` if it is gone, or does not fit the order."""
+    """Return the facts of a resume point's memory state, if it has one. Raise `MemoryStateLost` if it is gone or does not fit."""
     if not isinstance(point, FromMemory):
         return None
     state = read_slot(Path(point.folder))
@@ -116,7 +116,7 @@ def _losing(state: MemoryState, *, loads: bool = False) -> Iterator[None]:
 
 
 def _is_whole(state: MemoryState) -> bool:
-    """Return whether a state is what it was, and PyTorch can read its files."""
+    """Return whether a state is unchanged, and PyTorch can read its files."""
     try:
         for path in sorted(state.folder.glob("**/*.pt")):
             load_tensors(path)

@@ -1,4 +1,4 @@
-"""Loader of a training run for a trainer with a loop of its own: batches of the run, in the trainer's form and in its parts.
+"""Loader of a training run for a trainer that has the loop: batches of the run, in the trainer's form and in its parts.
 
 A trainer averages the mean losses of micro-batches and of ranks. If the batch of a step is not full, its micro-batches differ in
 their samples, and their losses need weights. So the loader keeps a weight for each micro-batch until its loss has it.
@@ -33,7 +33,7 @@ class _Given:
 class RunLoader:
     """Batches of a training run, cut into micro-batches of their samples. Made by `TrainingRun.loader`.
 
-    Its position is that of the ledger. `state_dict` names it, for trainers that keep the state of a loader in their
+    Its position is the ledger's. `state_dict` names it, for trainers that keep the state of a loader in their
     checkpoint. `load_state_dict` checks that the trainer has loaded the checkpoint from which the run resumes.
     """
 
@@ -63,7 +63,7 @@ class RunLoader:
         return steps * self._micro_batches
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the remaining micro-batches. Before the first one the random generators are those of the checkpoint."""
+        """Yield the remaining micro-batches. Before the first one the random generators are set as in the checkpoint."""
         for batch in self._run.batches(device=self._device):
             full = batch.rows == self._run.spec.order.batch_size
             for part, weight in cut(batch, self._micro_batches, full=full):

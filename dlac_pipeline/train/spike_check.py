@@ -48,7 +48,7 @@ class SampleLosses:
             self._has_graph = losses.requires_grad
 
     def read(self) -> list[Parts]:
-        """Return the losses of each slot, those of documents as the mean over their tokens."""
+        """Return the losses of each slot. A document's loss is the mean over its tokens."""
         whole = self.sums.get(1, torch.zeros(len(self._valid))).cpu().double().tolist()
         parts = [[(loss, 1)] for loss in whole]
         if 2 in self.sums:

@@ -75,7 +75,7 @@ def claim_run(
     """Claim the run on rank 0, without a supervisor. The first rank of a node checks its checkpoint store.
 
     `held` keeps the run's lock, and rank 0's watch of the ledger: if an older backup replaces the catalog, it logs that, and the
-    next commit fails. Raise a `DlacError`: on rank 0 the cause, on the other ranks that rank 0 failed.
+    next commit fails. Raise a `DlacError`: on rank 0 the cause, on all further ranks that rank 0 failed.
     """
 
     def claim() -> str:
@@ -89,7 +89,7 @@ def claim_run(
 
 
 def decide_on_first(communicator: Communicator, spec: JobSpec, decide: Callable[[], str]) -> str:
-    """Return what rank 0 decides of the run, once its checkpoint store is checked. Collective. Raises as `claim_run`."""
+    """Return rank 0's decision about the run, once its checkpoint store is checked. Collective. Raises as `claim_run`."""
     tree = communicator.tree
     with failing_together(tree, doing="looking at the checkpoint store"):
         if communicator.is_first_of_node:

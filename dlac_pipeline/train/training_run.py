@@ -72,7 +72,7 @@ def _replica_run() -> "type[TrainingRun]":
 
 
 class TrainingRun:
-    """One rank of one attempt."""
+    """A rank of an attempt."""
 
     def __init__(self, folder: Path | None, spec: JobSpec, *, takeover: bool, held: ExitStack) -> None:
         """Join the run, for `training_run`. `held` keeps the resources that the run holds until it is closed."""
@@ -285,10 +285,10 @@ class TrainingRun:
         micro_batches: int = 1,
         device: torch.device | str | int | None = None,
     ) -> RunLoader:
-        """Return the run's batches as the loader of a trainer with a loop of its own.
+        """Return the run's batches as the loader of a trainer that has the loop.
 
         `micro_batches` is the number of parts in which a trainer that accumulates gradients gets each batch. `inputs` makes what
-        the trainer takes of a part, by default the part itself. Parts have samples only, so that those of a batch that is not
+        the trainer takes of a part, by default the part itself. Parts have samples only, so that parts of a batch that is not
         full are shorter. Their losses are `batch.mean(...)`, or a mean times `batch.weight`.
         """
         self._loader = RunLoader(self, inputs, micro_batches=micro_batches, device=device)

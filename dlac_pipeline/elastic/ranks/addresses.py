@@ -1,4 +1,4 @@
-"""Addresses of this node: the one that a name stands for, its network interface, and sockets. Imports no PyTorch."""
+"""Addresses of this node: the address of a name, its network interface, and sockets. Imports no PyTorch."""
 
 import socket
 from contextlib import suppress
@@ -8,7 +8,7 @@ import psutil
 
 LOOPBACK = "127.0.0.1"
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
-"""Names the network interface of Gloo, which without it takes the one that this node's name resolves to, or loopback."""
+"""Names the network interface of Gloo. By default Gloo takes the interface that this node's name resolves to, or loopback."""
 _ELSEWHERE = ("192.0.2.1", 9)
 """An address of no node (RFC 5737): the route to it shows the address by which this node reaches others."""
 

@@ -1,4 +1,4 @@
-"""The environment of a job's ranks: allocator, threads, network interfaces, and what the job spec sets."""
+"""The environment of a job's ranks: allocator, threads, network interfaces, and variables of the job spec."""
 
 import os
 import threading

@@ -24,7 +24,7 @@ def in_hand_file(folder: Path, rank: int) -> Path:
 
 
 def notice_file(folder: Path, rank: int) -> Path:
-    """Return the file that exists once the rank has received a termination notice, from whichever source."""
+    """Return the file that exists once the rank has received a termination notice from any source."""
     return folder / f"notice-{rank:05d}"
 
 

@@ -13,13 +13,13 @@ from dlac_pipeline.elastic.ranks.addresses import GLOO_INTERFACE, LOOPBACK, inte
 
 _STORE_TIMEOUT = timedelta(seconds=300)
 _SERVED: list[TCPStore] = []
-"""The stores that this process serves. PyTorch uses such a store as its own while it is kept."""
+"""The stores that this process serves. PyTorch uses such a store while it is kept."""
 
 
 def join() -> None:
     """Initialize the default process group, unless the script did.
 
-    torchrun keeps its store across its restarts, with the addresses of dead ranks: each restart gets keys of its own. On several
+    torchrun keeps its store across its restarts, with the addresses of dead ranks: each restart gets new keys. On several
     nodes each one counts restarts alone, so the numbers are useless. There torchrun must not keep the store (docs/launchers.md).
     """
     if dist.is_initialized():
@@ -41,7 +41,7 @@ def join() -> None:
 
 
 def serve_store(address: str, port: int, *, timeout: timedelta = _STORE_TIMEOUT, shared: bool = False) -> TCPStore:
-    """Serve a store at one address of this node. PyTorch alone listens at every address, whichever it is given.
+    """Serve a store at one address of this node. PyTorch alone listens at every address.
 
     `shared`: a later call in this process for the same port returns this store. Raises as `listen_at`.
     """

@@ -130,7 +130,7 @@ class RankProcesses:
                 signal_rank(self._pid(rank), number, alive=alive)
 
     def wait_until_gone(self, within_s: float) -> dict[int, int]:
-        """Wait for the end of all ranks. Return those that still run, as process ids by rank."""
+        """Wait for the end of all ranks. Return the ranks that still run, as process ids by rank."""
         deadline = time.monotonic() + within_s
         self._starting.wait(_STARTER_ENDS_S)  # a start that takes longer kills its ranks itself
         running = {rank: self._pid(rank) for rank in self._processes}
@@ -162,7 +162,7 @@ class RankProcesses:
             work()
 
     def _give_up(self) -> None:
-        """Make the thread start no more ranks. It kills those that it has just started."""
+        """Make the thread start no more ranks. It kills the ranks that it has just started."""
         with self._lock:
             if self._started.is_set():
                 return

@@ -84,7 +84,7 @@ def _origin_of(err: BaseException, frames: traceback.StackSummary) -> Origin:
 
 
 def _chain_of(err: _Link) -> Iterator[_Link]:
-    """Yield an exception, or its traceback, and those that it was raised from."""
+    """Yield an exception, or its traceback, and its causes."""
     seen: set[int] = set()
     current: Any = err
     while current is not None and id(current) not in seen:

@@ -7,7 +7,7 @@ from functools import cache
 
 _READ_EVERY_S = 0.25
 _COUNTED_S = 1.0
-"""Of the time between two readings no more counts."""
+"""Most seconds that count between two readings."""
 
 
 class WatchedTime:

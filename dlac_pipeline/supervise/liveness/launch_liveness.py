@@ -53,11 +53,11 @@ class LaunchLiveness:
     lock_held: bool
     """On this node only: True if a living process holds the run's lock."""
     silent_s: float
-    """Seconds since its last heartbeat by its own clock: a step of a rank, or a row of its own in the ledger."""
+    """Seconds since its last heartbeat by its node's clock: a step of a rank, or a row that it wrote to the ledger."""
     newest: tuple[float, ...] = ()
-    """Moments of its last heartbeats, by its own clock. A changed value is a new heartbeat, even if the clocks differ."""
+    """Moments of its last heartbeats, by its node's clock. A changed value is a new heartbeat, even if the clocks differ."""
     rows_every_s: float | None = None
-    """Longest time between two rows of its own, by its own clock, or None with fewer than two rows."""
+    """Longest time between two rows that it wrote, by its node's clock, or None with fewer than two rows."""
     shows_steps: bool = False
     """True if the steps of its ranks can be seen from this node."""
 
@@ -147,7 +147,7 @@ class _LaunchFailureDetector:
 
 
 def _watch_s(launch: LaunchLiveness) -> float:
-    """Return the seconds to watch for another heartbeat of a launch that is lost by its own clock."""
+    """Return the seconds to watch for another heartbeat of a launch that is lost by its node's clock."""
     rows_every_s = 0.0 if launch.shows_steps else launch.rows_every_s
     return LOST_AFTER_S if rows_every_s is None else min(LOST_AFTER_S, max(_STEPS_SEEN_S, 2 * rows_every_s))
 

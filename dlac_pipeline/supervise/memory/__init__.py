@@ -1,1 +1,1 @@
-"""States in the memory of several nodes: each node serves its own, copies them to a buddy, and fetches what it lacks."""
+"""States in the memory of several nodes: each node serves its states, copies them to a buddy, and fetches missing ones."""

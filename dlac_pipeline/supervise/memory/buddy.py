@@ -14,7 +14,7 @@ _LOOKS_PER_STATE = 20
 """Looks for a new state in the time between two."""
 _LEAST_LOOK_S, _MOST_LOOK_S = 0.005, 0.05
 _SLOWER = 1.05
-"""Factor of the time between two looks of which one found nothing."""
+"""Factor of the time between two looks after one that found nothing."""
 _RETRY_S = 0.1
 _LATER_S = 30.0
 """Seconds between two tries while the ranks do not wait for copies."""
@@ -25,7 +25,7 @@ class BuddyCopies:
     """Copies of the states of this node's ranks in one attempt. Ranks keep a state only when the one before is copied."""
 
     def __init__(self, folder: Path, ranks: Sequence[int], buddy: Address | None, key: bytes) -> None:
-        """`folder` is that of the attempt. Without a buddy the ranks do not wait for copies."""
+        """`folder` is the attempt's. Without a buddy the ranks do not wait for copies."""
         self._folder = folder
         self._ranks = ranks
         self._buddy = buddy

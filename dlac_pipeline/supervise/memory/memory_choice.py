@@ -1,4 +1,4 @@
-"""The memory state from which an attempt resumes, if one of those that were found provably continues the ledger's head."""
+"""Choice of the memory state from which an attempt resumes, if a state provably continues the ledger's head."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -72,7 +72,7 @@ class MemoryChoice:
     def find_claimed(self, fence: Fence, *, leg: str) -> ClaimedState | None:
         """Return the state that the claim of the present attempt names, if it has the leg, or None if the claim names none.
 
-        The store is never read under a claim that names memory: a later attempt would take its steps for those of the state.
+        The store is never read under a claim that names memory: a later attempt would take its steps for the state's steps.
         """
         rows = self._rows()
         claim, head = claim_of(rows, fence.attempt), _head_of(fence, rows)

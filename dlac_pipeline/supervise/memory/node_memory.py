@@ -31,7 +31,7 @@ _MOST_THREADS = 32
 _FETCH_SHARE = 0.5
 """Share of `start_timeout_s` that ranks wait for a state in memory."""
 _OWN_FILES = ("torch", "deepspeed")
-"""Engines whose ranks load only their own files and those of rank 0, if they are as many as those that saved them."""
+"""Engines whose ranks load only their files and rank 0's, if the number of ranks is the number that saved them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,10 +94,10 @@ class _Attempt:
 
 
 class NodeMemory:
-    """Memory states of a run on this node and, through the others' servers, on the nodes of a round."""
+    """Memory states of a run on this node and, through the servers of further nodes, in a round."""
 
     def __init__(self, spec: JobSpec, *, name: str) -> None:
-        """`name` is that of the run among all whose nodes share a secret."""
+        """`name` distinguishes the run among all runs whose nodes share a secret."""
         self._folder = states.memory_folder(spec)
         self._launch = spec.launch
         self._name = name
@@ -111,7 +111,7 @@ class NodeMemory:
     def serve(self, address: str, secret: str) -> int:
         """Serve the memory states at an address of this node. Return the port, or 0 if this node keeps none.
 
-        `secret` is that of the nodes of the run. They authenticate each other with a key that is derived from it.
+        `secret` is shared by the nodes of the run. They authenticate each other with a key that is derived from it.
         """
         if self._folder is None or self._launch.max_nodes == 1:
             return 0
@@ -185,7 +185,7 @@ class NodeMemory:
                 yield self._warnings.get_nowait()
 
     def end(self) -> None:
-        """End copies to and from this node. What was copied of an attempt whose ranks here have kept none is removed."""
+        """End copies to and from this node. Copies for an attempt whose ranks here have kept no state are removed."""
         current, self._current = self._current, None
         self._turns.take()
         if current is None:
@@ -240,7 +240,7 @@ class NodeMemory:
         return replace(point, folder="" if fetched is None else str(fetched))
 
     def _find_or_fetch(self, point: FromMemory, current: _Attempt, world_size: int) -> Path | None:
-        """Return the slot of a state: that of its attempt if this node has all of it. Otherwise fetch what is missing."""
+        """Return the slot of a state: its attempt's slot if this node has all of it. Otherwise fetch the missing parts."""
         if self._folder is None or current.folder is None or not point.folder:
             return None
         slot = states.slot_at(self._folder, states.slot_name(Path(point.folder)))
@@ -304,7 +304,7 @@ def _needed_ranks(engine: str, ranks: range, *, saved: int, now: int) -> set[int
 
 
 def _has_room(node: NodeStates, state: MemoryState, world_size: int) -> bool:
-    """Return whether a node can fetch what it needs of a state."""
+    """Return whether a node can fetch its part of a state."""
     saved, name = state.first.world_size, states.slot_name(state.folder)
     needed = _needed_ranks(state.first.engine, node.ranks, saved=saved, now=world_size)
     missing = needed - _ranks_in(node.parts, name, state.first.step)

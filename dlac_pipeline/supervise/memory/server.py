@@ -1,4 +1,4 @@
-"""Server of a node's memory states: it lists and sends them to the other nodes of the run, and takes copies of theirs."""
+"""Server of a node's memory states: it lists and sends them to further nodes of the run, and takes copies of theirs."""
 
 import os
 import socket
@@ -57,14 +57,14 @@ class WriteTurn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Accepted:
-    """The attempt of which a node takes copies: never of an older one, and never of its own ranks."""
+    """The attempt whose states a node copies: never an older attempt's, and never its own ranks'."""
 
     attempt: int
     nonce: str
     own: Sequence[int]
     guard: Guard
     turns: dict[int, WriteTurn] = field(default_factory=dict)
-    """By the first rank of the sender."""
+    """First rank of the sender -> its turn."""
 
     def take_turn(self, first_rank: int) -> Guard:
         """Return the context of a new copy. It ends the copy before of that sender, which tries again."""
@@ -80,7 +80,7 @@ class _Accepted:
 
 
 class MemoryServer:
-    """Server at an address of this node. `folder` is that of the run's memory states."""
+    """Server at an address of this node. `folder` has the run's memory states."""
 
     def __init__(self, address: str, folder: Path, key: bytes) -> None:
         """Raise `OSError` if this node cannot listen there."""
@@ -158,7 +158,7 @@ class _Server(socketserver.ThreadingTCPServer):
             self._free.release()
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Do nothing: the other end notices it."""
+        """Do nothing: the peer notices it."""
 
 
 def home_of(folder: Path) -> str:

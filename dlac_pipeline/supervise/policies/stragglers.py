@@ -1,4 +1,4 @@
-"""Stragglers: ranks that are slower than the others, and their slow phase, from the own times of ranks (docs/recovery.md)."""
+"""Stragglers: ranks that are slower than the median, and their slow phase, from times that ranks report (docs/recovery.md)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -23,7 +23,7 @@ class Straggler:
     step: int
     own_s: float
     median_s: float
-    """Median of the other ranks."""
+    """Median of all further ranks."""
 
     def event(self) -> dict[str, Any]:
         """Return the event for listeners."""
@@ -36,7 +36,7 @@ class Straggler:
 
 
 class Stragglers:
-    """Stragglers of one attempt. A slow rank is reported once, until it is as fast as the others again."""
+    """Stragglers of one attempt. A slow rank is reported once, until it is as fast as the rest again."""
 
     def __init__(self, launch: LaunchSpec) -> None:
         self._launch = launch
@@ -88,7 +88,7 @@ class Stragglers:
     def _slow(
         self, phase: str, own_s: Mapping[int, float], heartbeats: Sequence[RankHeartbeat], sizes: Sequence[int] = ()
     ) -> list[Straggler]:
-        """Return the ranks that are slower than the others. With `sizes`, only ranks with as much work are compared."""
+        """Return the ranks that are slower than the rest. With `sizes`, only ranks with as much work are compared."""
         found = []
         for rank, mine in own_s.items():
             similar = [each for each in own_s if not sizes or sizes[each] * _ALIKE >= sizes[rank]]

@@ -35,7 +35,7 @@ class ClaimRequest:
     from_memory: bool = False
     """True if the attempt may resume from a memory state."""
     find_states: FindStates | None = None
-    """Function that finds the memory states of the run. None: those of this node are found."""
+    """Function that finds the memory states of the run. None: this node's states are found."""
 
     def states_of(self, spec: JobSpec) -> Sequence[MemoryState]:
         """Return the memory states from which the attempt may resume, the newest first."""

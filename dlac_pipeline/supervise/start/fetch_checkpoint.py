@@ -1,4 +1,4 @@
-"""The checkpoint of the resume point, on every node of an attempt. Its claimer has verified it on one of them."""
+"""Load of the checkpoint of a resume point, on every node of an attempt. The node that claimed has verified it."""
 
 import socket
 from pathlib import Path
@@ -21,7 +21,7 @@ def load_checkpoint(
     """Load the checkpoint of a resume point into an engine, and the random generators of this rank. Collective.
 
     Without a checkpoint only the generators are seeded. `restores` is true for one rank of every node. Return the seconds until
-    the conversion was done, and those of the load. Raise `ResumeMismatch` if another kind of engine saved the checkpoint,
+    the conversion was done, and the seconds of the load. Raise `ResumeMismatch` if another kind of engine saved the checkpoint,
     `StoreUnavailable` or `CheckpointDamaged` if a node has no verified files. Otherwise raises as `load_state`.
     """
     if isinstance(point, FreshStart):

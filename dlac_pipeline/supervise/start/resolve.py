@@ -152,7 +152,7 @@ class Resolver:
         return requested
 
     def _table_uuids(self, leg: Leg) -> dict[str, str]:
-        """Return the uuid of each table of the spec: of an unchanged name that of the leg, if the tables are checked later."""
+        """Return the uuid of each table of the spec. If the tables are checked later, the leg knows an unchanged table's uuid."""
         known = {mine.table: mine.table_uuid for mine in leg.sources} if self.defers_tables else {}
         uuids = {}
         for source in self._spec.sources:
@@ -189,7 +189,7 @@ class Resolver:
 
 
 def excluding(spec: JobSpec, exclusions: Sequence[typed_rows.Exclusion]) -> JobSpec:
-    """Return the spec with the exclusions of rewinds after its own, without repeats."""
+    """Return the spec with the exclusions of rewinds after the spec's exclusions, without repeats."""
     sources = [
         source.model_copy(update={"exclude": list(_with(source.exclude, index, exclusions))})
         for index, source in enumerate(spec.sources)

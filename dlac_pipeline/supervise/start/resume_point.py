@@ -115,7 +115,7 @@ class FromMemory(_AttemptFacts):
     head_damage: str = ""
     """Damage of that manifest, or empty. The next checkpoint quarantines its parent."""
     sources: list[tuple[str, int, list[int]]] = field(default_factory=list)
-    """With several nodes: address and port of each node that has parts of the state, and their ranks."""
+    """Address and port of each node that has parts of the state, and their ranks. Empty with one node."""
 
     @property
     def cursors(self) -> ReaderState:

@@ -28,7 +28,7 @@ from dlac_pipeline.supervise.steps.committed_steps import CommittedStep, Committ
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRow(SampleRow):
-    """One row of a step, and the rank that trained on it."""
+    """A row of a step, and the rank that trained on it."""
 
     run: str
     step: int
