@@ -173,7 +173,7 @@ def _terminate(launch: Training) -> None:
 
 
 def _terminate_after_recovery(launch: Training) -> None:
-    known = launch.processes()
+    known = launch.processes() | {rank.pid for rank in launch.ranks()}  # a slow rank may not have its first line yet
     _kill_rank(launch)
     launch.wait_until(lambda: bool(launch.processes() - known), "a step after the recovery")
     _terminate(launch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -75,7 +76,7 @@ def test_follower_passes_stop_on(slow_imports: Supervision) -> None:
     """A follower that knows the resume point does not only wait for its ranks."""
     with rounds(2) as (leader, led):
         attempt = FollowerAttempt(slow_imports, led, attempt=0)
-        leader.announce(RESUME, asdict(POINT))
+        leader.announce(RESUME, json.loads(POINT.to_json()))
         with run_on_thread(attempt.run, slow_imports) as verdict:
             wait_until(lambda: _has_resume_point(slow_imports.spec), what="the resume point")
             slow_imports.stop.set()
@@ -88,7 +89,7 @@ def test_follower_notices_lost_leader(slow_imports: Supervision) -> None:
     """The follower does not wait for its ranks to end the attempt."""
     with rounds(2, timeout_s=5) as (leader, led):
         leader.publish({})
-        leader.announce(RESUME, asdict(POINT))
+        leader.announce(RESUME, json.loads(POINT.to_json()))
         attempt = FollowerAttempt(slow_imports, led, attempt=0)
         with run_on_thread(attempt.run, slow_imports) as verdict:
             wait_until(lambda: _has_resume_point(slow_imports.spec), what="the resume point")
