@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import dagster as dg
 
 from dlac_pipeline.dagster.kept_specs import KeptSpecs
-from dlac_pipeline.extensions.formats.locations import split_identifier
 from dlac_pipeline.lakehouse.errors import NoSuchJobSpec, NoSuchRun
+from dlac_pipeline.lakehouse.source_names import split_identifier
 from dlac_pipeline.spec.job_spec import JobSpec
 
 if TYPE_CHECKING:

@@ -12,11 +12,11 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from dlac_pipeline.extensions.formats.locations import external_identifier
 from dlac_pipeline.lakehouse.config import LakehouseConfig, checked_address, checked_home
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.ledger.run_rows import check_run_name
 from dlac_pipeline.lakehouse.masking import note_secrets
+from dlac_pipeline.lakehouse.source_names import external_identifier
 from dlac_pipeline.lakehouse.variables import similar_name, warn_of_variables
 from dlac_pipeline.spec import spec_problems
 from dlac_pipeline.spec.launch_spec import ClusterSpec, LaunchSpec

@@ -11,10 +11,10 @@ from hudi import HudiReadOptions, HudiTableBuilder
 
 from dlac_pipeline.dataset import open_dataset
 from dlac_pipeline.extensions.formats.hudi import HudiSource
-from dlac_pipeline.extensions.formats.locations import external_identifier
 from dlac_pipeline.extensions.formats.mirror import load_version
 from dlac_pipeline.lakehouse.errors import AppendHistoryLost, NoSuchSnapshot, NoSuchTable, PinLost, UnsupportedSnapshot
 from dlac_pipeline.lakehouse.history.changes import changes
+from dlac_pipeline.lakehouse.source_names import external_identifier
 from tests.conftest import Arena
 from tests.delta_tables import Rows, planned_rows
 from tests.object_store import ObjectStore

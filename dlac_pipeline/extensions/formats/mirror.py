@@ -31,7 +31,6 @@ from pyiceberg.transforms import IdentityTransform
 from pyiceberg.typedef import EMPTY_DICT, Record
 from pyiceberg.types import NestedField
 
-from dlac_pipeline.extensions.formats.locations import mirror_name, split_identifier
 from dlac_pipeline.extensions.formats.versions import ExternalFile, ExternalVersion
 from dlac_pipeline.lakehouse import errors
 from dlac_pipeline.lakehouse.iceberg.columns import READ_BY_NAME
@@ -41,6 +40,7 @@ from dlac_pipeline.lakehouse.iceberg.deletes import POSITION_FIELD_ID, Deletes
 from dlac_pipeline.lakehouse.maintenance.expiry import LeanTransaction, expire_in
 from dlac_pipeline.lakehouse.retrying import as_commit_conflict, retrying
 from dlac_pipeline.lakehouse.s3_objects import SETTINGS
+from dlac_pipeline.lakehouse.source_names import mirror_name, split_identifier
 
 if TYPE_CHECKING:
     from dlac_pipeline.extensions.formats.delta import DeltaSource

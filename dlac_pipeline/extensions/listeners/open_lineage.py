@@ -17,11 +17,11 @@ from urllib.parse import urlsplit
 import attrs
 from openlineage.client import OpenLineageClient, event_v2, facet_v2
 
-from dlac_pipeline.extensions.formats.locations import split_identifier
 from dlac_pipeline.extensions.listeners import events
 from dlac_pipeline.lakehouse.errors import DlacError
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.masking import mask_secrets
+from dlac_pipeline.lakehouse.source_names import split_identifier
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.listeners_spec import OpenLineageSpec
 

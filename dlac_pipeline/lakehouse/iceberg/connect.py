@@ -18,7 +18,6 @@ from pyiceberg.table import Table
 from pyiceberg.types import NestedField
 from sqlalchemy.exc import IntegrityError, OperationalError, ProgrammingError, SQLAlchemyError
 
-from dlac_pipeline.extensions.formats.locations import mirror_name, split_identifier
 from dlac_pipeline.lakehouse import errors, outages
 from dlac_pipeline.lakehouse.config import CUSTOM_CATALOG, LakehouseConfig, sqlite_file
 from dlac_pipeline.lakehouse.durable_io import make_folder_durably
@@ -32,6 +31,7 @@ from dlac_pipeline.lakehouse.masking import mask_secrets
 from dlac_pipeline.lakehouse.named_catalogs import configured, source_catalog
 from dlac_pipeline.lakehouse.outages import check_address, is_misconfigured, is_refused_client
 from dlac_pipeline.lakehouse.retrying import may_pass, rereading, retrying
+from dlac_pipeline.lakehouse.source_names import mirror_name, split_identifier
 
 _T = TypeVar("_T")
 # The Iceberg expressions of a column and a value, whose pydantic bases hide the real signatures.

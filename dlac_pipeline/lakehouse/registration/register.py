@@ -21,7 +21,6 @@ from pyiceberg.transforms import IdentityTransform
 from pyiceberg.typedef import Identifier, Record
 from pyiceberg.types import LongType, NestedField
 
-from dlac_pipeline.extensions.formats.locations import split_identifier
 from dlac_pipeline.lakehouse import errors
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.iceberg.columns import READ_BY_NAME, expect, open_parquet
@@ -37,6 +36,7 @@ from dlac_pipeline.lakehouse.registration.parquet_files import (
     unite_columns,
 )
 from dlac_pipeline.lakehouse.retrying import as_commit_conflict, retrying
+from dlac_pipeline.lakehouse.source_names import split_identifier
 
 _log = logging.getLogger(__name__)
 LOCATION = "dlac.registered-location"
