@@ -17,8 +17,8 @@ import pyarrow as pa
 from deltalake import DeltaTable, QueryBuilder
 from pyroaring import BitMap64
 
-from dlac_pipeline.extensions.formats.mirror import load_version
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+from dlac_pipeline.lakehouse.iceberg.sources import load_version
 from dlac_pipeline.plan.plan import Plan
 from dlac_pipeline.plan.planner import make_plan
 from dlac_pipeline.read.blocks import open_decoder

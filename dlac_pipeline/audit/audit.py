@@ -22,9 +22,9 @@ from pyiceberg.table import Table
 
 from dlac_pipeline.audit.lakehouse_sql import open_audit, rows_of
 from dlac_pipeline.audit.record import is_continued, read_audit_record, read_merged, write_audit_record
-from dlac_pipeline.extensions.formats.mirror import retained_snapshots
 from dlac_pipeline.lakehouse.errors import NoSuchTable
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+from dlac_pipeline.lakehouse.iceberg.sources import retained_snapshots
 from dlac_pipeline.lakehouse.ledger.branches import checkpoint_of, last_seq_as_head
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.older_ledger import check_ledger

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from functools import partial
 
-from dlac_pipeline.extensions.formats.mirror import load_version
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.iceberg.snapshots import snapshot_of
+from dlac_pipeline.lakehouse.iceberg.sources import load_version
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, fence_of_rows, finished_of_rows
 from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, QuarantinedCheckpointRow, RewindRow

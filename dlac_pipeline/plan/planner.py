@@ -14,7 +14,6 @@ from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 from pyiceberg.table.snapshots import Snapshot
 
-from dlac_pipeline.extensions.formats.mirror import load_version
 from dlac_pipeline.lakehouse.errors import EmptyPlan, NoSuchColumn, SpecInvalid
 from dlac_pipeline.lakehouse.filters.grammar import parse_filter
 from dlac_pipeline.lakehouse.history.row_matching import identity_keys
@@ -22,6 +21,7 @@ from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.iceberg.pins import hold
 from dlac_pipeline.lakehouse.iceberg.row_groups import RowGroup, row_groups_of
 from dlac_pipeline.lakehouse.iceberg.snapshots import schema_id_of, snapshot_of
+from dlac_pipeline.lakehouse.iceberg.sources import load_version
 from dlac_pipeline.lakehouse.ledger.plans import WORK_UNITS_ARROW, PlanRow, find_plan, read_units, write_plan
 from dlac_pipeline.lakehouse.registration.register import check_registered, name_outside
 from dlac_pipeline.plan.plan import Plan, unit_table

@@ -13,10 +13,10 @@ import yaml
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from dlac_pipeline.lakehouse.config import LakehouseConfig, checked_address, checked_home
-from dlac_pipeline.lakehouse.errors import SpecInvalid
+from dlac_pipeline.lakehouse.errors import BadInput, SpecInvalid
 from dlac_pipeline.lakehouse.ledger.run_rows import check_run_name
 from dlac_pipeline.lakehouse.masking import note_secrets
-from dlac_pipeline.lakehouse.source_names import external_identifier
+from dlac_pipeline.lakehouse.source_names import ICEBERG, SOURCES, external_identifier
 from dlac_pipeline.lakehouse.variables import similar_name, warn_of_variables
 from dlac_pipeline.spec import spec_problems
 from dlac_pipeline.spec.launch_spec import ClusterSpec, LaunchSpec
@@ -31,8 +31,8 @@ _MOST_VALUES = 100_000
 class SourceSpec(spec_problems.Section):
     """Source of rows."""
 
-    format: Literal["iceberg", "delta", "hudi"] = "iceberg"
-    """Format of the table. A Delta Lake or Hudi table is read in place."""
+    format: str = ICEBERG
+    """Format of the table: "iceberg", "delta", "hudi", or another entry point of dlac.sources. The table is read in place."""
     table: str
     """The table to train from, as namespace.table. Of other formats: its location, a folder or s3://bucket/path."""
     version: int | None = Field(default=None, ge=0, lt=2**63)
@@ -83,11 +83,23 @@ class SourceSpec(spec_problems.Section):
     on_unreadable: Literal["fail", "quarantine"] = "fail"
     """Policy for row groups that are missing or do not decode: the run stops, or continues without them."""
 
+    @field_validator("format")
+    @classmethod
+    def _is_installed(cls, name: str) -> str:
+        try:
+            if name != ICEBERG:
+                SOURCES.find(name, setting="format", others=(ICEBERG,))
+        except BadInput as err:
+            raise ValueError(str(err)) from err
+        return name
+
     @field_validator("table")
     @classmethod
     def _is_a_name(cls, table: str, info: ValidationInfo) -> str:
-        table_format = info.data.get("format", "iceberg")
-        if table_format != "iceberg":
+        table_format = info.data.get("format")
+        if table_format is None:  # it is wrong, and so the meaning of the name is unknown
+            return table
+        if table_format != ICEBERG:
             return external_identifier(table_format, table)
         namespace, _, name = table.rpartition(".")
         if not name.strip() or not all(part.strip() for part in namespace.split(".")):
@@ -97,9 +109,9 @@ class SourceSpec(spec_problems.Section):
     @model_validator(mode="after")
     def _is_one_place(self) -> SourceSpec:
         """Qualify the table with its catalog, and check that one snapshot is named. That of a version has its number."""
-        if self.format == "iceberg" and self.version is not None:
+        if self.format == ICEBERG and self.version is not None:
             raise ValueError(f"expected the snapshot_id of an Iceberg table, found version {self.version}: name that")
-        if self.format != "iceberg" and (self.catalog or self.ref):
+        if self.format != ICEBERG and (self.catalog or self.ref):
             raise ValueError(
                 f'expected catalog and ref of Iceberg tables only, found format = "{self.format}": remove them'
             )
@@ -387,7 +399,7 @@ class JobSpec(spec_problems.Section):
     @property
     def own_tables(self) -> tuple[str, ...]:
         """The source tables in the lakehouse's own catalog."""
-        return tuple(source.table for source in self.sources if source.format == "iceberg" and not source.catalog)
+        return tuple(source.table for source in self.sources if source.format == ICEBERG and not source.catalog)
 
     def passes_of(self, source: SourceSpec) -> int:
         """Return the passes over a source. 0: without end."""

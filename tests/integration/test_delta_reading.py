@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from deltalake import DeltaTable, write_deltalake
 
-from dlac_pipeline.lakehouse.errors import NoSuchSnapshot, NoSuchTable, UnsupportedSnapshot
+from dlac_pipeline.lakehouse.errors import UnsupportedSnapshot
 from tests.conftest import Arena
 from tests.delta_tables import (
     Rows,
@@ -214,15 +214,6 @@ def test_widened_types_are_refused(arena: Arena, location: Path) -> None:
     change_first_action(other, "metaData", schemaString=change)
     with pytest.raises(UnsupportedSnapshot, match="typeWidening"):
         planned_rows(arena.lakehouse, other, columns=["id"])
-
-
-def test_missing_tables_and_versions_are_named(arena: Arena, location: Path) -> None:
-    """With the location, and the newest version."""
-    with pytest.raises(NoSuchTable, match="expected a Delta table at"):
-        planned_rows(arena.lakehouse, location, columns=["id"])
-    write_deltalake(location, some_rows(0, 3))
-    with pytest.raises(NoSuchSnapshot, match=r"expected version 4 .* found versions up to 0"):
-        planned_rows(arena.lakehouse, location, 4, columns=["id"])
 
 
 @pytest.mark.parametrize(

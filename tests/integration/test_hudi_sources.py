@@ -11,9 +11,9 @@ from hudi import HudiReadOptions, HudiTableBuilder
 
 from dlac_pipeline.dataset import open_dataset
 from dlac_pipeline.extensions.formats.hudi import HudiSource
-from dlac_pipeline.extensions.formats.mirror import load_version
-from dlac_pipeline.lakehouse.errors import AppendHistoryLost, NoSuchSnapshot, NoSuchTable, PinLost, UnsupportedSnapshot
+from dlac_pipeline.lakehouse.errors import AppendHistoryLost, UnsupportedSnapshot
 from dlac_pipeline.lakehouse.history.changes import changes
+from dlac_pipeline.lakehouse.iceberg.sources import load_version
 from dlac_pipeline.lakehouse.source_names import external_identifier
 from tests.conftest import Arena
 from tests.delta_tables import Rows, planned_rows
@@ -110,25 +110,3 @@ def test_table_in_object_store_is_read(arena: Arena, store: ObjectStore, tmp_pat
     remote = store.lakehouse(arena.home / "remote")
     dataset = open_dataset(lakehouse=remote, home=arena.home, key_groups=1, **settings)
     assert sorted(batch["intField"].item() for batch in dataset) == [15000, 25000, 35000, 45000]
-
-
-def test_cleaned_files_and_missing_tables_are_named(arena: Arena, tmp_path: Path) -> None:
-    """Hudi's cleaning between save and resume, an instant that does not exist, and no table."""
-    location = unpack("cow_v6_complexkeygen_hivestyle", tmp_path / "t")
-    settings: dict[str, Any] = {
-        "format": "hudi",
-        "table": str(location),
-        "columns": ["longField"],
-        "batch_size": 1,
-        "key_groups": 1,
-    }
-    dataset = open_dataset(home=arena.home, **settings)
-    state = dataset.state_dict()
-    first = next(location.rglob("*.parquet"))
-    first.rename(first.with_suffix(".gone"))
-    with pytest.raises(PinLost, match=r"1 gone.*hoodie\.cleaner"):
-        open_dataset(home=arena.home, state=state, **settings)
-    with pytest.raises(NoSuchSnapshot, match="expected a completed instant 7"):
-        planned(arena, location, 7)
-    with pytest.raises(NoSuchTable, match="expected a Hudi table at"):
-        planned_rows(arena.lakehouse, tmp_path / "nothing", format="hudi", columns=["id"])

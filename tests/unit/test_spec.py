@@ -62,6 +62,10 @@ def with_values(section: str, **values: Any) -> dict[str, Any]:
         (with_values("source", version=1), r"source: expected the snapshot_id of an Iceberg table, found version 1"),
         (with_values("source", format="delta", ref="b"), r"source: expected catalog and ref of Iceberg tables only"),
         (with_values("source", format="hudi", version=1, snapshot_id=2), r"source: expected one version, found 1 and"),
+        (
+            with_values("source", format="dleta", table="/data/x"),
+            r"source\.format: expected an installed source format .*'dleta': did you mean 'delta'\? .*hudi, iceberg$",
+        ),
         (with_values("source", table="a:s.t", catalog="b"), r"source: expected one catalog, found 'b'"),
         ({"run": "r1"}, r"(?s)source: .*order: .*launch: "),
     ],

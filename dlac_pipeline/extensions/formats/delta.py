@@ -11,6 +11,7 @@ from deltalake import DeltaTable
 from deltalake.exceptions import DeltaError, TableNotFoundError
 from pyiceberg.io import FileIO
 
+from dlac_pipeline.extensions.formats.mirror import MirroredFormat
 from dlac_pipeline.extensions.formats.versions import ExternalFile, ExternalVersion
 from dlac_pipeline.lakehouse.errors import LakehouseError, NoSuchSnapshot, NoSuchTable, UnsupportedSnapshot
 from dlac_pipeline.lakehouse.iceberg.data_files import check_stays
@@ -118,6 +119,9 @@ class DeltaSource:
             return False
         changes = [change for action in actions if (change := action.get("add") or action.get("remove"))]
         return not any(change["dataChange"] for change in changes)
+
+
+DELTA = MirroredFormat(DeltaSource)
 
 
 def _check_features(table: DeltaTable, name: str) -> None:

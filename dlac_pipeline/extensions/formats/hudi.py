@@ -11,6 +11,7 @@ import pyarrow as pa
 from hudi import HudiReadOptions, HudiTableBuilder
 from pyiceberg.io import FileIO
 
+from dlac_pipeline.extensions.formats.mirror import MirroredFormat
 from dlac_pipeline.extensions.formats.versions import ExternalFile, ExternalVersion
 from dlac_pipeline.lakehouse.errors import LakehouseError, NoSuchSnapshot, NoSuchTable, UnsupportedSnapshot
 from dlac_pipeline.lakehouse.iceberg.data_files import check_stays
@@ -85,3 +86,6 @@ class HudiSource:
             ExternalFile(path=path, bytes=size, rows=None, partition=(), dead=NO_ROWS)
             for path, size in zip(paths, sizes, strict=True)
         )
+
+
+HUDI = MirroredFormat(HudiSource)

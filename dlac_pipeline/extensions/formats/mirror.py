@@ -4,52 +4,45 @@ One version becomes one snapshot, whose id is the version's number. See docs/des
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from uuid import uuid4
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from pyarrow.fs import FileSelector
 from pyiceberg import manifest
 from pyiceberg.exceptions import TableAlreadyExistsError
+from pyiceberg.io import FileIO
 from pyiceberg.io.pyarrow import PyArrowFileIO, _pyarrow_to_schema_without_ids, schema_to_pyarrow
 from pyiceberg.partitioning import PartitionField, PartitionSpec
 from pyiceberg.schema import Schema, assign_fresh_schema_ids
 from pyiceberg.table import Table, Transaction, update
 from pyiceberg.table.metadata import TableMetadata
-from pyiceberg.table.refs import MAIN_BRANCH, SnapshotRefType
+from pyiceberg.table.refs import MAIN_BRANCH
 from pyiceberg.table.snapshots import Operation, Summary
 from pyiceberg.table.update.snapshot import _OverwriteFiles
 from pyiceberg.transforms import IdentityTransform
 from pyiceberg.typedef import EMPTY_DICT, Record
 from pyiceberg.types import NestedField
 
-from dlac_pipeline.extensions.formats.versions import ExternalFile, ExternalVersion
+from dlac_pipeline.extensions.formats.versions import ExternalFile, ExternalTable, ExternalVersion
 from dlac_pipeline.lakehouse import errors
 from dlac_pipeline.lakehouse.iceberg.columns import READ_BY_NAME
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, reachable
 from dlac_pipeline.lakehouse.iceberg.data_files import PATH_FIELD_ID, live_files
 from dlac_pipeline.lakehouse.iceberg.deletes import POSITION_FIELD_ID, Deletes
+from dlac_pipeline.lakehouse.iceberg.sources import TABLE_ID, SourceFormat
 from dlac_pipeline.lakehouse.maintenance.expiry import LeanTransaction, expire_in
 from dlac_pipeline.lakehouse.retrying import as_commit_conflict, retrying
 from dlac_pipeline.lakehouse.s3_objects import SETTINGS
-from dlac_pipeline.lakehouse.source_names import mirror_name, split_identifier
+from dlac_pipeline.lakehouse.source_names import mirror_name
 
-if TYPE_CHECKING:
-    from dlac_pipeline.extensions.formats.delta import DeltaSource
-    from dlac_pipeline.extensions.formats.hudi import HudiSource
-
-    ExternalTable = DeltaSource | HudiSource
-
-TABLE_ID = "dlac.external.table-id"
-"""Property of a mirror: the id that the other format gives the table."""
 _MOST_STEPS = 100
 """With more new versions than these, one snapshot has the changes of all of them."""
 _KEPT_SNAPSHOTS = 200
@@ -63,72 +56,26 @@ _POSITIONS = pa.schema(
 )
 
 
-def load_version(lakehouse: Lakehouse, identifier: str, number: int | None = None) -> Table:
-    """Return a source table as it is now. Of another format, a version is mirrored first: the newest unless `number` names one.
+class MirroredFormat(SourceFormat):
+    """A format that lists the files of a version, from which the mirror is written."""
 
-    Raises:
-        SpecInvalid: the library that reads the format is not installed.
-        NoSuchTable, NoSuchSnapshot: there is no such table or version.
-        UnsupportedSnapshot: the version cannot be read exactly.
-        AppendHistoryLost: the table has lost versions that were read before.
-        CommitConflict: other processes mirror the table all the time.
-    """
-    place = split_identifier(identifier)
-    if place is None:
-        return lakehouse.load(identifier)
-    if number is not None:
-        with suppress(errors.NoSuchTable):
-            table = lakehouse.load(identifier)
-            if table.snapshot_by_id(number) is not None:
-                return table
-    source = _open_source(*place, lakehouse.config.catalog_properties())
-    return retrying(of=errors.CommitConflict)(partial(_mirror, lakehouse, identifier, source, number))
+    def __init__(self, open_table: Callable[[str, Mapping[str, str], FileIO], ExternalTable]) -> None:
+        """Take the function that opens a table: location, settings of the object store as AWS_* and as pyiceberg's file I/O."""
+        self._open_table = open_table
+
+    def load_version(self, lakehouse: Lakehouse, identifier: str, number: int | None) -> Table:
+        """Return the mirror of a table, with this version as a snapshot. None: the newest version, as the head of main.
+
+        Raises as `SourceFormat.load_version`.
+        """
+        properties, location = lakehouse.config.catalog_properties(), identifier.partition(":")[2]
+        options = {f"AWS_{theirs.upper()}": properties[ours] for ours, theirs in SETTINGS.items() if ours in properties}
+        io = PyArrowFileIO(dict(properties))
+        table = self._open_table(location, {**options, "AWS_ALLOW_HTTP": "true"}, io)
+        return retrying(of=errors.CommitConflict)(partial(_mirror, lakehouse, identifier, table, number))
 
 
-def check_files_exist(lakehouse: Lakehouse, identifier: str, number: int, paths: Collection[str]) -> None:
-    """Check that planned data files of a version of another format still exist. Raises `PinLost`."""
-    io = PyArrowFileIO(lakehouse.config.catalog_properties())
-    scheme, netloc, root = io.parse_location(identifier.partition(":")[2], io.properties)
-    selector = FileSelector(root, recursive=True, allow_not_found=True)
-    known = {info.path for info in io.fs_by_scheme(scheme, netloc).get_file_info(selector)}
-    places = {path: io.parse_location(path, io.properties)[2] for path in paths}
-    # those of a shallow clone may be in another folder
-    gone = sorted(path for path, place in places.items() if place.startswith(f"{root}/") and place not in known)
-    if gone:
-        raise errors.PinLost(
-            f"expected {len(paths)} data files of version {number} of {identifier!r}, as planned, found {len(gone)} gone, such "
-            f"as {gone[0]!r}: VACUUM, or Hudi's cleaning, removes files that newer versions do not need; restore them from a "
-            "backup, or start a new run on the newest version, and have files kept (delta.deletedFileRetentionDuration, "
-            "hoodie.cleaner.*) longer than runs take"
-        )
-
-
-def retained_snapshots(table: Table) -> set[int]:
-    """Return the snapshots whose data files must exist. Of a mirror these are the pinned ones, as VACUUM knows no others."""
-    if TABLE_ID in table.properties:
-        return {ref.snapshot_id for ref in table.refs().values() if ref.snapshot_ref_type == SnapshotRefType.TAG}
-    return {kept.snapshot_id for kept in table.metadata.snapshots}
-
-
-def _open_source(table_format: str, location: str, properties: Mapping[str, str]) -> "ExternalTable":
-    options = {f"AWS_{theirs.upper()}": properties[ours] for ours, theirs in SETTINGS.items() if ours in properties}
-    options, io = {**options, "AWS_ALLOW_HTTP": "true"}, PyArrowFileIO(dict(properties))
-    try:
-        if table_format == "hudi":
-            from dlac_pipeline.extensions.formats.hudi import HudiSource
-
-            return HudiSource(location, options, io)
-        from dlac_pipeline.extensions.formats.delta import DeltaSource
-
-        return DeltaSource(location, options, io)
-    except ModuleNotFoundError as err:
-        raise errors.SpecInvalid(
-            f"expected the Python module {err.name!r} for a source of format {table_format!r}, found none: install "
-            f"'dlac-pipeline[{table_format}]'"
-        ) from err
-
-
-def _mirror(lakehouse: Lakehouse, identifier: str, source: "ExternalTable", number: int | None) -> Table:
+def _mirror(lakehouse: Lakehouse, identifier: str, source: ExternalTable, number: int | None) -> Table:
     wanted = source.newest if number is None else number
     table = _find_or_create(lakehouse, identifier, source, wanted)
     head = table.current_snapshot()
@@ -148,7 +95,7 @@ def _mirror(lakehouse: Lakehouse, identifier: str, source: "ExternalTable", numb
     return table
 
 
-def _readable(source: "ExternalTable", numbers: Sequence[int]) -> Iterator[ExternalVersion]:
+def _readable(source: ExternalTable, numbers: Sequence[int]) -> Iterator[ExternalVersion]:
     """Yield the versions that can be read. The last one must. The one after a gap has the changes of the gap, too."""
     gap = len(numbers) > _MOST_STEPS
     for number in numbers[-1:] if gap else numbers:
@@ -163,7 +110,7 @@ def _readable(source: "ExternalTable", numbers: Sequence[int]) -> Iterator[Exter
             gap = False
 
 
-def _find_or_create(lakehouse: Lakehouse, identifier: str, source: "ExternalTable", number: int) -> Table:
+def _find_or_create(lakehouse: Lakehouse, identifier: str, source: ExternalTable, number: int) -> Table:
     """Return the mirror. Replace that of another table, which was at the same location before."""
     with suppress(errors.NoSuchTable):
         table = lakehouse.load(identifier)

@@ -1,7 +1,8 @@
-"""A version of a table of another format: its schema, and its data files with their partition values and dead rows."""
+"""A table of another format, its versions, and the data files of a version with their partition values and dead rows."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -47,3 +48,18 @@ class ExternalVersion:
     partition_columns: tuple[str, ...]
     files: tuple[ExternalFile, ...]
     only_rewrites: bool
+
+
+class ExternalTable(Protocol):
+    """A table of another format. Numbers of versions are int64, at least 0, and grow."""
+
+    newest: int
+    """Number of the newest version."""
+    table_id: str
+    """Identity of the table: another table at the same location has another one."""
+
+    def numbers(self, after: int, until: int) -> Sequence[int]:
+        """Return the versions after one version, up to and with another, in growing order."""
+
+    def read(self, number: int) -> ExternalVersion:
+        """Return a version. Raise `NoSuchSnapshot`, or `UnsupportedSnapshot` if it cannot be read exactly."""

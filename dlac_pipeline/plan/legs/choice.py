@@ -8,10 +8,10 @@ from typing import Any
 from pyiceberg.schema import Schema
 from pyiceberg.types import IntegerType, ListType, LongType, StringType
 
-from dlac_pipeline.extensions.formats.mirror import load_version
 from dlac_pipeline.lakehouse.errors import NoSuchColumn, ResumeMismatch, SpecInvalid, UnsupportedColumn
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.iceberg.snapshots import snapshot_of
+from dlac_pipeline.lakehouse.iceberg.sources import load_version
 from dlac_pipeline.plan.legs.leg import ORDER_SETTINGS, Leg, LegSequences, LegSource
 from dlac_pipeline.plan.plan import Plan
 from dlac_pipeline.plan.planner import check_source, make_plan

@@ -9,12 +9,12 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
-from dlac_pipeline.extensions.formats.mirror import load_version
 from dlac_pipeline.lakehouse.errors import EmptyPlan, ResumeMismatch
 from dlac_pipeline.lakehouse.history.changes import History, changes
 from dlac_pipeline.lakehouse.iceberg.pins import hold
 from dlac_pipeline.lakehouse.iceberg.row_groups import row_groups_of
 from dlac_pipeline.lakehouse.iceberg.snapshots import schema_id_of, snapshot_of
+from dlac_pipeline.lakehouse.iceberg.sources import load_version
 from dlac_pipeline.plan.cut import CutSettings
 from dlac_pipeline.plan.legs.leg import Leg, LegSource, QuarantinedUnit, Unreadable, describe_differences
 from dlac_pipeline.plan.order import ReaderState
