@@ -1,7 +1,8 @@
 """Errors of DLAC, one class per failure: docs/recovery.md has the tree. `exit_code` is the exit status of the process."""
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any, ClassVar, Self
 
 from dlac_pipeline.lakehouse.masking import mask_secrets
 
@@ -59,6 +60,15 @@ class NoSuchSnapshot(BadInput):
 
 class NoSuchColumn(BadInput):
     """A named column is not in the table's schema."""
+
+    @classmethod
+    def of(cls, setting: str, name: str, known: Sequence[str], *, hint: str = "") -> Self:
+        """Return the error for a name in a setting that is none of the `known` columns. `hint` is the advice if it is known."""
+        spelled = {each.casefold(): each for each in known}
+        # A known name is a field of a struct whose path was quoted as one name.
+        close = [] if name in known else get_close_matches(name.casefold(), list(spelled), n=1)
+        meant = f"did you mean {spelled[close[0]]!r}?" if close else "name one of these"
+        return cls(f"expected one of the columns {[*known]!r} in {setting}, found {name!r}: {hint or meant}")
 
 
 class NoSuchRun(BadInput):

@@ -73,7 +73,7 @@ def find_trainable(lakehouse: Lakehouse, table: str, wanted: Sequence[str] = ())
         EmptyPlan: the table has no row.
     """
     loaded = lakehouse.load(table)
-    check_names(loaded.schema(), wanted)
+    check_names(loaded.schema(), wanted, setting=f"--columns, of table {table!r}")
     head = loaded.current_snapshot()
     with reachable(lakehouse.config.uri):
         manifests = [] if head is None else head.manifests(loaded.io)

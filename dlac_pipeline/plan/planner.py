@@ -122,17 +122,17 @@ def check_source(table: Table, source: SourceSpec, snapshot: Snapshot) -> Schema
 
 
 def _check_schema(schema: Schema, source: SourceSpec) -> None:
-    identity_keys(schema, source.identity_columns)
+    of_source = f"of source {source.label!r}"
+    identity_keys(schema, source.identity_columns, setting=f"identity_columns {of_source}")
+    if source.transform and ROW in source.columns:
+        raise SpecInvalid(f"expected columns of other names than {ROW!r}, which transforms use, found it: leave it out")
+    for setting in ("columns",) if source.transform else ("columns", "ragged", "nullable"):
+        check_names(schema, getattr(source, setting), setting=f"{setting} {of_source}")
     if source.transform:
-        if ROW in source.columns:
-            raise SpecInvalid(
-                f"expected columns of other names than {ROW!r}, which transforms use, found it: leave it out"
-            )
-        check_names(schema, source.columns)
         load_transform(source.transform)
     else:
         kinds_of(schema, source.columns, source.ragged, source.nullable)
-    parse_filter(source.planned_filter, schema)
+    parse_filter(source.planned_filter, schema, setting="row_filter")
 
 
 def _is_added(schema: Schema, newest: Schema, source: SourceSpec) -> bool:

@@ -168,10 +168,7 @@ def _transformed(
 
 def _column(table: pa.Table, name: str) -> pa.ChunkedArray:
     if name not in table.column_names:
-        raise NoSuchColumn(
-            f"expected column {name!r} among the columns read and transformed, found {table.column_names!r}: "
-            "name it among the columns to read, or return it from the transform"
-        )
+        raise NoSuchColumn.of("sequences.column, as the transform returns them", name, table.column_names)
     column = table[name]
     if column.null_count:
         raise UnsupportedColumn(

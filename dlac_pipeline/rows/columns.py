@@ -84,15 +84,12 @@ class Column:
 def kinds_of(
     schema: Schema, names: Sequence[str], ragged: Collection[str] = (), nullable: Collection[str] = ()
 ) -> dict[str, ColumnKind]:
-    """Return the tensors of the named columns. `ragged` and `nullable` are the columns so declared.
+    """Return the tensors of the named columns, which the schema has. `ragged` and `nullable` are the columns so declared.
 
-    Raises:
-        NoSuchColumn: a column is not at the top level of the schema.
-        UnsupportedColumn: a column cannot become a tensor, is declared as something that it cannot be, or yields a tensor
-            with the name of another column's.
+    Raise `UnsupportedColumn` if a column cannot become a tensor, is declared as something that it cannot be, or yields a tensor
+    with the name of another column's.
     """
     fields = {field.name: field.field_type for field in schema.fields}
-    check_names(schema, (*names, *ragged, *nullable))
     kinds = {name: _kind_of(name, fields[name], name in ragged, name in nullable) for name in names}
     made_by: dict[str, str] = {}
     for kind in kinds.values():
@@ -107,12 +104,12 @@ def kinds_of(
     return kinds
 
 
-def check_names(schema: Schema, names: Sequence[str]) -> None:
-    """Raise `NoSuchColumn` unless every named column is at the top level of the schema, whatever its type."""
+def check_names(schema: Schema, names: Sequence[str], *, setting: str) -> None:
+    """Raise `NoSuchColumn` unless every column that `setting` names is at the top level of the schema, whatever its type."""
     fields = [field.name for field in schema.fields]
     for name in names:
         if name not in fields:
-            raise NoSuchColumn(f"expected column {name!r} in the table, found only {fields!r}")
+            raise NoSuchColumn.of(setting, name, fields)
 
 
 def _kind_of(name: str, column_type: ice.IcebergType, ragged: bool, nullable: bool) -> ColumnKind:

@@ -102,7 +102,7 @@ def test_racing_planners_leave_one_plan(arena: Arena, monkeypatch: pytest.Monkey
         ({"table": "src.nothing"}, NoSuchTable, r"'src\.nothing'"),
         ({"table": "nowhere.t"}, NoSuchTable, r"'nowhere\.t'"),
         ({"snapshot_id": 42}, NoSuchSnapshot, r"snapshot 42 .* found only \[\d+, \d+\]"),
-        ({"columns": ["x", "y"]}, NoSuchColumn, r"column 'y' .* found only .*'row_id'"),
+        ({"columns": ["x", "rowid"]}, NoSuchColumn, r"in columns of source 'src.t', .* did you mean 'row_id'\?$"),
         ({"columns": ["even"], "ragged": ["even"]}, UnsupportedColumn, r"'even'"),
         ({"row_filter": "row_id > 1000"}, EmptyPlan, r"'row_id > 1000'"),
         (
@@ -113,7 +113,7 @@ def test_racing_planners_leave_one_plan(arena: Arena, monkeypatch: pytest.Monkey
         ({"row_filter": "row_id > 1000", "exclude": ["even = true"]}, EmptyPlan, r"widen the filter"),
         ({"row_filter": "row_id = true"}, SpecInvalid, r"'row_id' of type long .* found true"),
         ({"row_filter": "row_id >"}, SpecInvalid, r"found 'row_id >'"),
-        ({"row_filter": "colour = 'red'"}, NoSuchColumn, r"colour"),
+        ({"row_filter": "rowid = 7"}, NoSuchColumn, r"in row_filter 'rowid = 7', .*: did you mean 'row_id'\?$"),
     ],
 )
 def test_what_cannot_be_planned_is_named(
@@ -223,7 +223,11 @@ def test_a_catalog_that_cannot_be_reached_is_named(config: LakehouseConfig) -> N
 
 
 UNREADABLE: list[tuple[dict[str, Any], type[DlacError], str]] = [
-    ({"identity_columns": ["row_id", "nowhere"]}, NoSuchColumn, r"identity column 'nowhere' .*'row_id', 'x'"),
+    (
+        {"identity_columns": ["row_id", "nowhere"]},
+        NoSuchColumn,
+        r"in identity_columns of source 'src.t', .*'nowhere'",
+    ),
     ({"identity_columns": ["x"]}, SpecInvalid, "identity column 'x' to be of a primitive type"),
     ({"transform": "nowhere.py:f"}, TransformFailed, "'nowhere.py'"),
     (
@@ -232,13 +236,21 @@ UNREADABLE: list[tuple[dict[str, Any], type[DlacError], str]] = [
         "'no.such.module' to be imported, found ModuleNotFoundError",
     ),
     ({"transform": "json:nothing"}, TransformFailed, "a function 'nothing' in 'json'"),
-    ({"transform": "json:loads", "columns": ["row_id", "y"]}, NoSuchColumn, r"'y' .*'row_id', 'x'"),
+    (
+        {"transform": "json:loads", "columns": ["row_id", "y"]},
+        NoSuchColumn,
+        r"in columns of source 'src.t', .*'y'",
+    ),
     (
         {"sequences": {"length": 4, "column": "x"}},
         UnsupportedColumn,
         "'x' of source 'src.t' to hold texts or lists",
     ),
-    ({"sequences": {"length": 4, "column": "name"}}, NoSuchColumn, r"\['row_id', 'x'\], found 'name'"),
+    (
+        {"sequences": {"length": 4, "column": "name"}},
+        NoSuchColumn,
+        r"\['row_id', 'x'\] in sequences.column, .*, found 'name'",
+    ),
     (
         {"columns": ["name"], "sequences": {"length": 4}},
         SpecInvalid,

@@ -35,7 +35,7 @@ from pyiceberg.types import (
 from dlac_pipeline.lakehouse.errors import NoSuchColumn, UnsupportedColumn
 from dlac_pipeline.lakehouse.iceberg.columns import arrow_type
 from dlac_pipeline.read.assemble import Piece, assemble
-from dlac_pipeline.rows.columns import ColumnKind, kinds_of, to_column
+from dlac_pipeline.rows.columns import ColumnKind, check_names, kinds_of, to_column
 
 LONGS = ListType(100, LongType(), element_required=False)
 TYPES: dict[str, IcebergType] = {
@@ -171,8 +171,8 @@ def test_columns_without_tensor_are_refused(name: str) -> None:
 def test_declarations_are_checked() -> None:
     """A declared column must exist, and only lists are declared ragged. Strings are ragged without a declaration."""
     kinds_of(SCHEMA, ["text", "tokens"], ragged=["tokens"], nullable=["text"])
-    with pytest.raises(NoSuchColumn, match="'nothing'"):
-        kinds_of(SCHEMA, ["text"], nullable=["nothing"])
+    with pytest.raises(NoSuchColumn, match=r"in nullable of source 's', found 'txet': did you mean 'text'\?$"):
+        check_names(SCHEMA, ["text", "txet"], setting="nullable of source 's'")
     with pytest.raises(UnsupportedColumn, match="a list column among the ragged ones, found 'big'"):
         kinds_of(SCHEMA, ["big"], ragged=["big"])
     assert kind("text").tensors == ("text", "text.offsets")

@@ -174,7 +174,7 @@ def _rewinds(
     names = tuple(by) or leg_source.identity_columns or tuple(sorted(table.schema().identifier_field_names()))
     if not names:
         return (), f"table {leg_source.table!r} has no identity columns: name rows with --by COLUMN"
-    identity_keys(schema, names)
+    identity_keys(schema, names, setting="--by" if by else "identity_columns")
     values = [steps.values(found.leg, mine, name) for name in names]
     where = filter_of_rows([schema.find_field(name) for name in names], list(zip(*values, strict=True)))
     parse_exclusion(where, schema, table)

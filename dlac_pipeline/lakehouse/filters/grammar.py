@@ -58,8 +58,8 @@ class _Filters(Dialect):
         NO_PAREN_FUNCTION_PARSERS = {}
 
 
-def parse_filter(text: str, schema: Schema) -> conditions.Condition:
-    """Return the condition in `text`: all rows when it is empty.
+def parse_filter(text: str, schema: Schema, *, setting: str = "filter") -> conditions.Condition:
+    """Return the condition in `text`, which `setting` has: all rows when it is empty.
 
     Raises:
         SpecInvalid: it is blank or no filter, or compares a column with an incomparable literal.
@@ -71,7 +71,7 @@ def parse_filter(text: str, schema: Schema) -> conditions.Condition:
         raise SpecInvalid(
             f"expected a filter such as {_EXAMPLE}, found the blank {text!r}: leave it out to select all rows"
         )
-    binder = _Binder(text, schema)
+    binder = _Binder(text, schema, setting)
     try:
         return binder.bind(binder.parse(), negated=False)
     except TokenError:
@@ -85,9 +85,10 @@ def parse_filter(text: str, schema: Schema) -> conditions.Condition:
 class _Binder:
     """The columns of a schema, for the conditions of one text."""
 
-    def __init__(self, text: str, schema: Schema) -> None:
+    def __init__(self, text: str, schema: Schema, setting: str) -> None:
         self._text = text
         self._schema = schema
+        self._setting = setting
 
     def refusal(self, part: str | exp.Expr, hint: str = _HINT) -> SpecInvalid:
         part = part if isinstance(part, str) else part.sql(dialect=_Filters)
@@ -212,10 +213,8 @@ class _Binder:
         names = tuple(part.name for part in parts)
         fields = _descend(self._schema.fields, names)
         if fields is None:
-            raise NoSuchColumn(
-                f"expected one of the columns {filter_names(self._schema)!r} in filter {self._text!r}, found "
-                f"{'.'.join(names)!r}: {_hint_inside(self._schema, names) or 'name one of these'}"
-            )
+            known, hint = filter_names(self._schema), _hint_inside(self._schema, names)
+            raise NoSuchColumn.of(f"{self._setting} {self._text!r}", ".".join(names), known, hint=hint)
         return conditions.FieldPath(fields)
 
 

@@ -54,14 +54,12 @@ class Keys:
         return (self.schema, self.columns) if self.columns else (Schema(ROW_ID), (ROW_ID.name,))
 
 
-def identity_keys(schema: Schema, columns: Sequence[str]) -> Keys:
+def identity_keys(schema: Schema, columns: Sequence[str], *, setting: str = "identity_columns") -> Keys:
     """Keys of the declared identity columns. Raises `NoSuchColumn`, or `SpecInvalid` if one is not of a primitive type."""
     for name in columns:
         found = next((one for one in schema.fields if one.name == name), None)
         if found is None:
-            raise NoSuchColumn(
-                f"expected identity column {name!r} in the table, found {[one.name for one in schema.fields]!r}: correct it"
-            )
+            raise NoSuchColumn.of(setting, name, [one.name for one in schema.fields])
         if not isinstance(found.field_type, PrimitiveType):
             raise SpecInvalid(
                 f"expected identity column {name!r} to be of a primitive type, found {found.field_type}: name another"

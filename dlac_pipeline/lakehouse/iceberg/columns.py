@@ -157,7 +157,7 @@ class FileColumns:
         top_level = {field.name: field for field in schema.fields}
         for name in names:
             if name not in top_level:
-                raise NoSuchColumn(f"expected column {name!r} at the top level of the table, found {list(top_level)!r}")
+                raise NoSuchColumn.of("the schema", name, list(top_level))
         in_file = _by_id(file_schema, schema, name_mapping)
         return cls([_column(top_level[name], in_file, partition_values) for name in names], _first_leaves(file_schema))
 

@@ -108,10 +108,7 @@ def check_alike(known: Mapping[str, Mapping[str, ColumnKind]]) -> None:
 def _check_documents(schema: Schema, source: SourceSpec, sequences: SequenceSpec) -> None:
     name = sequences.column or source.columns[0]
     if name not in source.columns:
-        raise NoSuchColumn(
-            f"expected sequences.column among the columns of source {source.label!r}, {source.columns!r}, found {name!r}: "
-            "add it to these columns, or name one of them"
-        )
+        raise NoSuchColumn.of(f"sequences.column, of source {source.label!r}", name, source.columns)
     kind = schema.find_field(name).field_type
     items = kind.element_type if isinstance(kind, ListType) else None
     if isinstance(kind, StringType) and not sequences.tokenizer:

@@ -185,8 +185,6 @@ def _open_column(plans: Plans, source: LegSource, column: str) -> BlockDecoder:
     check_same_table(source.table, planned_uuid=source.table_uuid, uuid=str(table.metadata.table_uuid))
     names = [field.name for field in table.schemas()[source.schema_id].fields]
     if column not in names:
-        raise NoSuchColumn(
-            f"expected one of the columns {names!r} of {source.table!r}, found {column!r}: name one of these"
-        )
+        raise NoSuchColumn.of(f"--text, of table {source.table!r}", column, names)
     snapshots = {plans.row(plan_id).snapshot_id for plan_id in source.start.plan_ids}
     return open_decoder(table, replace(source, columns=(column,)), snapshots)
