@@ -12,6 +12,7 @@ from typer.cli import get_docs_for_click
 from typer.core import TyperGroup
 from typer.main import get_command
 
+from dlac_pipeline.cli.extension_commands import COMMANDS, load_command
 from dlac_pipeline.cli.main import app
 from dlac_pipeline.spec.job_spec import JobSpec
 
@@ -48,7 +49,8 @@ def _command_lines() -> Iterator[str]:
     yield ""
     command = get_command(app)
     assert isinstance(command, TyperGroup)
-    command.commands = {name: each for name, each in command.commands.items() if not each.hidden}
+    own = [name for name, point in COMMANDS.points().items() if point.module.startswith("dlac_pipeline.")]
+    command.commands = {**command.commands, **{name: load_command(name) for name in own}}
     with command.make_context("dlac", [], resilient_parsing=True) as context:
         text = get_docs_for_click(obj=command, ctx=context, name="dlac", title="Commands")
     yield from _EXAMPLES.sub(_in_fence, text).splitlines()

@@ -35,7 +35,6 @@ def checkpoints(run: ui.RunName, home: ui.Home = None, spec: ui.SpecOption = Non
     ui.show_table(names, rows, right=("step", "size", "attempt"), empty=f"run {run} has no checkpoint yet")
 
 
-@app.command("name", hidden=True)  # the name of version 0.1
 @ui.command(app, ui.CHECKPOINTS, "dlac tag my-run best", "dlac tag my-run best --step 400")
 def tag(
     run: ui.RunName,
@@ -51,7 +50,6 @@ def tag(
     ui.show_text(f"checkpoint {checkpoint_id} is tagged {name}")
 
 
-@app.command("unname", hidden=True)  # the name of version 0.1
 @ui.command(app, ui.CHECKPOINTS, "dlac untag my-run best")
 def untag(
     run: ui.RunName,
@@ -188,7 +186,6 @@ def export_state(
     ui.show_facts(asdict(export_tensors(lakehouse, tiers, out, step=step)), as_json=as_json)
 
 
-@app.command("whose", hidden=True)  # the name of version 0.1
 @ui.command(
     app,
     ui.CHECKPOINTS,

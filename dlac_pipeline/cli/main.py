@@ -27,11 +27,8 @@ from dlac_pipeline.cli import (
     training,
 )
 from dlac_pipeline.cli.display import Interrupted
+from dlac_pipeline.cli.extension_commands import ExtensibleGroup
 from dlac_pipeline.cli.shared import ERR, OUT, TRAIN, terminal_text
-from dlac_pipeline.extensions.chaos import commands as chaos
-from dlac_pipeline.extensions.erasure import commands as forget
-from dlac_pipeline.extensions.erasure import disclosure_commands as disclosure
-from dlac_pipeline.extensions.loader_check import commands as adoption
 from dlac_pipeline.lakehouse.errors import BadInput, DlacError
 from dlac_pipeline.lakehouse.variables import check_pyiceberg
 from dlac_pipeline.launchers.bug_report import report_unexpected
@@ -43,24 +40,12 @@ _COLLECT_AFTER = 50_000
 """Objects that are allocated before the youngest are collected. Python's own 700 suits programs that import less."""
 app = typer.Typer(
     name="dlac",
+    cls=ExtensibleGroup,
     help="Train from Iceberg tables. Each checkpoint is committed together with the rows that it consumed.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for _part in (
-    projects,
-    training,
-    runs,
-    chaos,
-    logs,
-    checkpoints,
-    branches,
-    lakehouse,
-    provenance,
-    disclosure,
-    forget,
-    adoption,
-):
+for _part in (projects, training, runs, logs, checkpoints, branches, lakehouse, provenance):
     app.add_typer(_part.app)
 
 

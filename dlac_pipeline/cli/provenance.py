@@ -1,6 +1,5 @@
 """Questions about data: SQL, the rows of a step, and who has seen a document."""
 
-import signal
 import sys
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
@@ -10,16 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
-from dlac_pipeline.audit.wording import format_count
 from dlac_pipeline.cli import shared as ui
-from dlac_pipeline.cli.display import command_with
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.plain_json import strict_json
 
 if TYPE_CHECKING:
     import duckdb
 
-    from dlac_pipeline.extensions.replay.spike import SpikeReport
     from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
     from dlac_pipeline.supervise.steps.step_rows import StepRow
 
@@ -151,10 +147,10 @@ def rows(
     if as_json:
         sys.stdout.write(strict_json([each.to_json() for each in mine], default=str) + "\n")
         return
-    _show_step_rows(mine, text, {}, empty=f"rank {rank} trained no row in step {step}")
+    show_step_rows(mine, text, {}, empty=f"rank {rank} trained no row in step {step}")
 
 
-def _show_step_rows(
+def show_step_rows(
     rows: "Sequence[StepRow]", text: str | None, first: Mapping[str, Sequence[str]], *, empty: str
 ) -> None:
     """Show rows of a step as a table. `first` are further columns, before these."""
@@ -192,70 +188,6 @@ def seen(
     ui.show_table(names, cells, right=("pass", "last step", "row"), empty="\n".join(report["notes"]))
     for note in report["notes"] if cells else ():
         ui.show_text(note)
-
-
-@ui.command(
-    app,
-    ui.RECOVER,
-    "dlac spike my-run",
-    "dlac spike my-run --step 4210 --text body --top 5",
-    "dlac spike my-run --by doc_id --json",
-)
-def spike(
-    run: ui.RunName,
-    step: Annotated[int | None, Option(help="Optimizer step. Unset: the largest spike of the loss.")] = None,
-    top: Annotated[int, Option(min=1, max=1_000_000, help="Number of rows to show.")] = 10,
-    text: Annotated[str | None, Option(help="Column of the source whose values are shown too.")] = None,
-    by: Annotated[
-        list[str] | None,
-        Option(help="Column that identifies rows, if the source has no identity columns. The option can be repeated."),
-    ] = None,
-    sandbox: ui.Sandbox = None,
-    home: ui.Home = None,
-    spec: ui.SpecOption = None,
-    as_json: ui.AsJson = False,
-) -> None:
-    """Find loss spikes, rank the rows of the step by their loss in a sandbox, and print the rewind that excludes the worst.
-
-    Production is only read. The script finds DLAC_REHEARSAL=1 in its environment.
-    """
-    from dlac_pipeline.extensions.replay.spike import explain_spike
-
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the sandbox is removed on the way out
-    lakehouse, job = ui.lakehouse_of(spec, home), ui.given_spec(run, spec, home)
-    report = explain_spike(lakehouse, run, step=step, column=text, by=by or (), spec=job, sandbox_folder=sandbox)
-    if as_json:
-        sys.stdout.write(strict_json(report.to_json(top), default=str) + "\n")
-        return
-    for line in describe_spike(report):
-        ui.show_text(line)
-    shown = report.rows[:top]
-    marks = ["*" if place < report.to_blame else "" for place in range(len(shown))]
-    first = {"loss": [f"{loss:.6g}" for loss, _ in shown], "": marks}
-    _show_step_rows([row for _, row in shown], text, first, empty="")
-    for command in report.rewinds:
-        ui.show_text(command_with(command, ui.place_options(spec, home)))
-    if report.unnamed:
-        ui.show_text(report.unnamed)
-
-
-def describe_spike(report: "SpikeReport") -> list[str]:
-    """Return sentences about a spike: its loss, its replay, the rows to blame, and other spikes."""
-    mine, recorded, lines = report.spike, report.recorded, []
-    before = f", after a median of {mine.before:.6g}" if mine else ""
-    until = f", high until step {mine.last_step}" if mine and mine.last_step > report.step else ""
-    lines.append(f"step {report.step}: loss {report.replayed if recorded is None else recorded:.6g}{before}{until}")
-    place = f"checkpoint of step {report.replayed_from}" if report.replayed_from else "beginning"
-    same = "bit-identical" if report.identical else f"found {report.replayed!r}, and in the ledger {recorded!r}"
-    lines.append(f"replayed from the {place}: {'no recorded loss to compare' if recorded is None else same}")
-    if report.to_blame:
-        lines.append(f"without {report.to_blame} of {format_count(len(report.rows), 'row')} (*) it would be no spike")
-    elif mine:
-        lines.append("no few rows are to blame: look at the step before, the weights and the learning rate")
-    if report.others:
-        listed = ", ".join(f"{each.step} ({each.peak:.6g})" for each in report.others[:10])
-        lines.append(f"{format_count(len(report.others), 'other spike')}, at steps {listed}")
-    return lines
 
 
 def _start_of(text: str) -> str:

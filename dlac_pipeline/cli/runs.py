@@ -1,7 +1,5 @@
-"""Runs: the state of one, the list of all, recoveries, and rehearsals of a resume."""
+"""Runs: the state of one, the list of all, and recoveries."""
 
-import signal
-import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,7 +10,7 @@ from dlac_pipeline.audit.wording import format_age, format_count, format_duratio
 from dlac_pipeline.cli import shared as ui
 from dlac_pipeline.cli.display import command_with, describe_status, watch_run
 from dlac_pipeline.lakehouse.ledger.run_rows import check_run_name
-from dlac_pipeline.spec.spec_problems import LONGEST_WAIT_S, MOST_STEPS
+from dlac_pipeline.spec.spec_problems import LONGEST_WAIT_S
 
 if TYPE_CHECKING:
     from dlac_pipeline.lakehouse.ledger.recoveries import Recovery
@@ -71,43 +69,6 @@ def runs(home: ui.Home = None, spec: ui.SpecOption = None, as_json: ui.AsJson = 
         committed = format_age(each["head_committed_at"]) or "none yet"
         rows.append((each["run"], each["launch"], step, committed, f"{each['attempts']:,}"))
     ui.show_table(names, rows, right=("step", "attempts"), empty="no run yet: `dlac train SPEC` starts one")
-
-
-@ui.command(app, ui.RECOVER, "dlac rehearse my-run", "dlac rehearse my-run --steps 5 --sandbox /scratch")
-def rehearse(
-    run: ui.RunName,
-    steps: Annotated[
-        int | None,
-        Option(min=1, max=MOST_STEPS, help="Steps to repeat. Unset: all up to the next checkpoint, at most 20."),
-    ] = None,
-    sandbox: ui.Sandbox = None,
-    home: ui.Home = None,
-    spec: ui.SpecOption = None,
-    as_json: ui.AsJson = False,
-) -> None:
-    """Restore a checkpoint in a sandbox, repeat the steps after it, and compare the losses. Exit status 0 only if identical.
-
-    Production is only read. The script finds DLAC_REHEARSAL=1 in its environment.
-    """
-    from dlac_pipeline.extensions.replay.rehearse import rehearse_run as do_again
-
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the sandbox is removed on the way out
-    job = ui.given_spec(run, spec, home)
-    done = do_again(ui.lakehouse_of(spec, home), run, spec=job, steps=steps, sandbox_folder=sandbox)
-    if as_json:
-        ui.show_json(done.to_json())
-    else:
-        names = ("step", "recorded", "replayed", "verdict")
-        rows = []
-        for each in done.steps:  # two losses to the last digit, and whether they are the same
-            verdict = "no loss recorded" if not each.compared else "identical" if each.identical else "differs"
-            skipped = ", skipped" if each.recorded_skipped or each.replayed_skipped else ""
-            losses = ("" if loss is None else repr(loss) for loss in (each.recorded, each.replayed))
-            rows.append((str(each.step), *losses, verdict + skipped))
-        ui.show_table(names, rows, right=("step",), empty="no step was replayed")
-        ui.show_text(done.summary())
-    if not done.identical:
-        raise typer.Exit(1)
 
 
 @ui.command(app, ui.RECOVER, "dlac incidents my-run", "dlac incidents --json")

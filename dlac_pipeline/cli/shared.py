@@ -104,29 +104,44 @@ def check_number(value: float) -> float:
     return value
 
 
-def command(app: typer.Typer, panel: str, *commands: str, **options: Any) -> Callable[[Command], Command]:
+def command(app: typer.Typer, panel: str | None, *commands: str, **options: Any) -> Callable[[Command], Command]:
     """Return the decorator of a command of `app`, in a group of the help, whose end has examples. `options` are typer's.
 
     The command refuses blank values, which would mean another run, table or column than a script meant.
     """
-    examples = "\n\n".join(("Examples:", *(escape(f"$ {each}") for each in commands)))
-    register = app.command(rich_help_panel=panel, epilog=examples, **options)
+    decorate = app.command(rich_help_panel=panel, epilog=_epilog(commands), **options)
+    return lambda function: cast(Command, decorate(_checked(function)))
+
+
+def extension_command(*commands: str) -> Callable[[Command], Command]:
+    """Return the decorator of a function that is a command of an extension. It has examples and checks as `command` has."""
 
     def decorate(function: Command) -> Command:
-        defaults = {name: each.default for name, each in signature(function).parameters.items()}
-
-        @wraps(function)
-        def checked(*args: Any, **given: Any) -> Any:
-            for name, value in given.items():
-                if name not in _TEXTS and value != defaults.get(name):
-                    _check_not_blank(name, value)
-                if isinstance(value, Path) and name != "home":
-                    _check_expanded(value)
-            return function(*args, **given)
-
-        return cast(Command, register(checked))
+        checked = _checked(function)
+        checked.__dict__["epilog"] = _epilog(commands)
+        return checked
 
     return decorate
+
+
+def _epilog(commands: Sequence[str]) -> str:
+    return "\n\n".join(("Examples:", *(escape(f"$ {each}") for each in commands)))
+
+
+def _checked(function: Command) -> Command:
+    """Return a function that checks its values before it works."""
+    defaults = {name: each.default for name, each in signature(function).parameters.items()}
+
+    @wraps(function)
+    def checked(*args: Any, **given: Any) -> Any:
+        for name, value in given.items():
+            if name not in _TEXTS and value != defaults.get(name):
+                _check_not_blank(name, value)
+            if isinstance(value, Path) and name != "home":
+                _check_expanded(value)
+        return function(*args, **given)
+
+    return cast(Command, checked)
 
 
 def _check_not_blank(name: str, value: object) -> None:

@@ -124,7 +124,7 @@ COMMANDS = [
     ["rehearse", "RUN", "--spec", "SPEC"],
     ["verify", "RUN", "--spec", "SPEC"],
     ["export", "RUN", "w.safetensors", "--spec", "SPEC"],
-    ["name", "RUN", "good", "--spec", "SPEC"],
+    ["tag", "RUN", "good", "--spec", "SPEC"],
     ["untag", "RUN", "good", "--spec", "SPEC"],
     ["retire", "RUN", "--spec", "SPEC"],
     ["rewind", "RUN", "--to-step", "1", "--spec", "SPEC"],

@@ -16,6 +16,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 import dlac_pipeline
+from dlac_pipeline.cli.extension_commands import COMMANDS, load_command
 from dlac_pipeline.cli.main import app
 from dlac_pipeline.dataset import open_dataset
 from dlac_pipeline.lakehouse.errors import SpecInvalid
@@ -86,7 +87,8 @@ def test_every_option_is_bounded() -> None:
     runner, command = CliRunner(), get_command(app)
     assert isinstance(command, TyperGroup)
     found = 0
-    for name, each in command.commands.items():
+    extensions = {name: load_command(name) for name in COMMANDS.points()}
+    for name, each in {**command.commands, **extensions}.items():
         for option in each.params:
             if kind(option) not in (int, float) or option.name in LOOKED_UP | set(LaunchSpec.model_fields):
                 continue

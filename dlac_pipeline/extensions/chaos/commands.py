@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from dlac_pipeline.extensions.chaos.campaign import ChaosPlan
     from dlac_pipeline.extensions.chaos.report import ChaosReport
 
-app = typer.Typer()
+PANEL = "Recover"
 _MOST_FAULTS = 1_000_000
 _MOST_IN_A_ROW = 100
 
@@ -86,9 +86,7 @@ def _takes_options(command: ui.Command) -> ui.Command:
     return command
 
 
-@ui.command(
-    app,
-    ui.RECOVER,
+@ui.extension_command(
     "dlac chaos job.toml --kill rank@step=120 --kill supervisor@60s --steps 1000",
     "dlac chaos job.toml --every 60s --kinds rank,node,checkpoint --seed 7 --out chaos.json",
     "dlac chaos job.toml --every 5m --cascade 3",

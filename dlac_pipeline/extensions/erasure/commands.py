@@ -15,13 +15,11 @@ if TYPE_CHECKING:
     from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
     from dlac_pipeline.spec.job_spec import JobSpec
 
-app = typer.Typer()
+PANEL = "Lakehouse"
 Specs = Annotated[list[Path] | None, Option("--spec", help="Job spec of a run from another node. Can be repeated.")]
 
 
-@ui.command(
-    app,
-    ui.LAKEHOUSE,
+@ui.extension_command(
     'dlac forget lake.docs --where "doc_id = 4711"',
     'dlac forget lake.docs --where "doc_id = 4711" --execute',
     'dlac forget lake.docs --where "doc_id = 4711" --certify certificate.json key.pem',
@@ -67,7 +65,7 @@ def _show(plan: "ForgetPlan", done: list[str]) -> None:
     ui.show_text("\n".join(plan["problems"] or ["the rows are forgotten"]))
 
 
-@ui.command(app, ui.LAKEHOUSE, 'dlac erase-traces lake.docs --where "doc_id = 4711"', name="erase-traces")
+@ui.extension_command('dlac erase-traces lake.docs --where "doc_id = 4711"')
 def erase(
     table: Annotated[str, Argument(help="Table with the rows.")],
     where: Annotated[list[str], Option(help="Filters of a request to `dlac forget` that is met.")],
@@ -82,7 +80,7 @@ def erase(
     ui.show_text("\n".join(done or ["no traces are left"]))
 
 
-@ui.command(app, ui.LAKEHOUSE, "dlac new-key key.pem", name="new-key")
+@ui.extension_command("dlac new-key key.pem")
 def new_key(key: Annotated[Path, Argument(help="New file for the private key.")]) -> None:
     """Make a key that signs certificates, and the public key that checks them, in the same folder."""
     from dlac_pipeline.extensions.erasure.certificate import make_key
@@ -90,7 +88,7 @@ def new_key(key: Annotated[Path, Argument(help="New file for the private key.")]
     ui.show_text(f"certificates that {key} signs are checked with {make_key(key)}")
 
 
-@ui.command(app, ui.LAKEHOUSE, "dlac verify-certificate certificate.json --key key.pub.pem", name="verify-certificate")
+@ui.extension_command("dlac verify-certificate certificate.json --key key.pub.pem")
 def verify_certificate(
     file: Annotated[Path, Argument(help="Certificate of `dlac forget`.")],
     key: Annotated[Path, Option(help="Public key of its signer.")],

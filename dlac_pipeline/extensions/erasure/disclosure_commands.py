@@ -3,17 +3,14 @@
 import sys
 from typing import Annotated
 
-import typer
 from typer import Option
 
 from dlac_pipeline.cli import shared as ui
 
-app = typer.Typer()
+PANEL = "Look"
 
 
-@ui.command(
-    app,
-    ui.LOOK,
+@ui.extension_command(
     "dlac summary my-run > summary.md",
     "dlac summary my-run --checkpoint 4200 --json",
 )

@@ -18,14 +18,12 @@ if TYPE_CHECKING:
     from dlac_pipeline.extensions.loader_check.check import Verdict
     from dlac_pipeline.extensions.loader_check.shadow.compare import Difference, ShadowReport
 
-app = typer.Typer()
+PANEL = "Look"
 _ROW_GROUPS, _ROW_IDS = 3, 5
 """Row groups, and ids of rows, that are shown of more."""
 
 
-@ui.command(
-    app,
-    ui.LOOK,
+@ui.extension_command(
     "dlac check-loader --example > my_loader.py",
     "dlac check-loader my_loader.py",
     "dlac check-loader my_loader.py --only kill,resize_2_4 --workers 0",
@@ -89,7 +87,7 @@ def _show_verdicts(verdicts: "Sequence[Verdict]") -> None:
             ui.show_text(f"{each.scenario}: {each.description}")
 
 
-@ui.command(app, ui.LOOK, "dlac shadow job.toml shadow/ --by row_id", "dlac shadow job.toml shadow/ --by row_id --json")
+@ui.extension_command("dlac shadow job.toml shadow/ --by row_id", "dlac shadow job.toml shadow/ --by row_id --json")
 def shadow(
     spec: ui.SpecFile,
     folder: Annotated[Path, Argument(help="Folder that your loop gave to dlac.Shadow.")],

@@ -1,0 +1,91 @@
+"""The door `dlac.commands`: commands of extensions, which are imported when they are named.
+
+An extension registers a function, or a Typer app with subcommands, under the name of its command:
+
+    [project.entry-points."dlac.commands"]
+    energy = "dlac_energy.commands:energy"
+
+`dlac --help` reads the source of the module and does not import it:
+
+- The text is the first line of the docstring of the function, or the `help` of `energy = typer.Typer(help="...")`.
+- The panel is the module's constant `PANEL = "Look"`. Unset: Extensions.
+"""
+
+import ast
+from contextlib import suppress
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.metadata import EntryPoint
+from importlib.util import find_spec
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_group
+
+from dlac_pipeline.lakehouse.doors import Door
+from dlac_pipeline.lakehouse.errors import BadInput
+
+COMMANDS = Door("dlac.commands", "command")
+
+
+class ExtensibleGroup(TyperGroup):
+    """The commands of the core, and then those of extensions. A name of the core's is never an extension's."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """List the names for the help. Each extension has a command of the text in its module's source."""
+        for name, point in COMMANDS.points().items():
+            self.commands.setdefault(name, _listed(point))
+        return super().list_commands(ctx)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        """Find the command that is named. That of an extension is imported now."""
+        if args and args[0] not in self.commands and args[0] in COMMANDS.points():
+            self.commands[args[0]] = load_command(args[0])
+        elif args and args[0] not in self.commands:
+            self.list_commands(ctx)  # names among which the error suggests one
+        return super().resolve_command(ctx, args)
+
+
+def load_command(name: str) -> Any:
+    """Import the extension of a command, and return the command.
+
+    Raise `BadInput` if its packages are missing, or it is neither a function nor a Typer app.
+    """
+    loaded, root = COMMANDS.load(name, setting="command"), typer.Typer()
+    if isinstance(loaded, typer.Typer):
+        root.add_typer(loaded, name=name)
+    elif callable(loaded):
+        root.command(name, epilog=getattr(loaded, "epilog", None))(loaded)
+    else:
+        raise BadInput(
+            f"expected a function or a Typer app as command {name!r}, found {loaded!r}: upgrade its extension"
+        )
+    return get_group(root).commands[name]
+
+
+def _listed(point: EntryPoint) -> TyperCommand:
+    """Return a command for the help only."""
+    text, panel = f"Command of {point.value}.", "Extensions"
+    with suppress(AttributeError, ImportError, OSError, ValueError, SyntaxError):  # there is no readable source
+        for node in ast.parse(Path(_find_module(point.module).origin or "").read_bytes()).body:
+            if isinstance(node, ast.FunctionDef) and node.name == point.attr:
+                text = ast.get_docstring(node) or text
+            elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "PANEL":
+                panel = str(ast.literal_eval(node.value))
+            elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == point.attr:
+                options = node.value.keywords if isinstance(node.value, ast.Call) else []
+                text = next((ast.literal_eval(each.value) for each in options if each.arg == "help"), text)
+    return TyperCommand(point.name, help=text, rich_help_panel=panel)
+
+
+def _find_module(name: str) -> ModuleSpec:
+    """Find a module without importing its packages. Raise `ImportError` if there is none."""
+    top, *rest = accumulate(name.split("."), "{}.{}".format)
+    spec = find_spec(top)
+    for each in rest:
+        spec = spec and PathFinder.find_spec(each, spec.submodule_search_locations)
+    if spec is None:
+        raise ModuleNotFoundError(f"No module named {name!r}")
+    return spec
