@@ -8,7 +8,7 @@ import pytest
 
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.audit.lakehouse_sql import open_audit
-from dlac_pipeline.audit.summary import training_content
+from dlac_pipeline.extensions.erasure.summary import training_content
 from dlac_pipeline.operations.fork import fork_run
 from dlac_pipeline.operations.rewind import rewind_run
 from tests.conftest import Arena

@@ -26,7 +26,7 @@ def summary(
 
     eu-2025: the public summary of training content that the European Commission asks for, in Markdown. The provider completes it.
     """
-    from dlac_pipeline.audit.summary import read_template, training_content, write_summary
+    from dlac_pipeline.extensions.erasure.summary import read_template, training_content, write_summary
 
     form, lakehouse = read_template(template), ui.lakehouse_of(spec, home)
     runs = training_content(lakehouse, run, checkpoint)
