@@ -1,7 +1,7 @@
 """Passports of exported weights: `python -m benchmarks.passport [--quick]`.
 
 One rank trains on a table of a million documents with keys, once each. Its weights are exported with their passport. Every
-document is asked for by its key, and as many that were never in the table. 200 questions are asked as `dlac identify` asks them.
+document is asked for by its key, and as many that were never in the table. 200 questions are asked, as in `dlac passport check`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _measure(home: Path, documents: int) -> dict[str, Figure]:
     started = time.perf_counter()
     exported = export_weights(lakehouse, tiers_of(spec), home / "weights.safetensors")
     exported_at = time.perf_counter()
-    passport = write_passport(lakehouse, spec.run, exported)
+    passport = write_passport(lakehouse, exported.path)
     written_at = time.perf_counter()
     assert passport is not None, "expected a passport"
     with closing(OpenPassport(exported.path)) as opened:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from dlac_pipeline.checkpoint.manifest import read_manifest, verify_files
 from dlac_pipeline.checkpoint.store import MANIFEST, folder_name_of, folder_uri
@@ -144,7 +145,7 @@ def _tiers_of(row: typed_rows.CheckpointRow, claim: typed_rows.ClaimRow) -> list
     return ["local", "store"] if is_here and copy.resolve().as_uri() != row.manifest_uri else ["store"]
 
 
-def checkpoint_of_file(lakehouse: Lakehouse, path: Path) -> dict[str, object]:
+def checkpoint_of_file(lakehouse: Lakehouse, path: Path) -> dict[str, Any]:
     """Return the checkpoint from which a file of weights was exported, by its digest. Raise `NoSuchCheckpoint` without one."""
     digest = file_digest(path)
     row = Ledger(lakehouse).export(digest)

@@ -1,6 +1,5 @@
 """Checkpoints of a run: list, tag, verify. And checkpoints from and for other programs: adopt, export, identify."""
 
-from contextlib import closing, suppress
 from dataclasses import asdict
 from pathlib import Path
 from secrets import token_hex
@@ -11,7 +10,6 @@ from typer import Argument, Option
 
 from dlac_pipeline.audit.wording import format_age, format_bytes
 from dlac_pipeline.cli import shared as ui
-from dlac_pipeline.lakehouse.errors import NoSuchLakehouse
 from dlac_pipeline.lakehouse.ledger.run_rows import check_checkpoint_name
 
 app = typer.Typer()
@@ -153,18 +151,11 @@ def export(
     spec: ui.SpecOption = None,
     as_json: ui.AsJson = False,
 ) -> None:
-    """Write a checkpoint's weights as safetensors. `dlac identify` finds the checkpoint by the digest of a file.
-
-    If the run's sources have row_keys, a passport is written beside them: it answers whether a document was trained on.
-    """
+    """Write a checkpoint's weights as safetensors. `dlac identify` finds the checkpoint by the digest of a file."""
     from dlac_pipeline.checkpoint.restore.export import export_weights
-    from dlac_pipeline.extensions.erasure.passport import passport_of, write_passport
 
     lakehouse, tiers = ui.places_of_run(run, spec, home)
-    exported = export_weights(lakehouse, tiers, out, step=step, part=part, config=config)
-    passport = write_passport(lakehouse, run, exported)
-    place = None if passport is None else passport_of(exported.path)
-    ui.show_facts({**asdict(exported), "passport": place}, as_json=as_json)
+    ui.show_facts(asdict(export_weights(lakehouse, tiers, out, step=step, part=part, config=config)), as_json=as_json)
 
 
 @ui.command(app, ui.CHECKPOINTS, "dlac export-state my-run my-state", "dlac export-state my-run my-state --step 400")
@@ -186,52 +177,16 @@ def export_state(
     ui.show_facts(asdict(export_tensors(lakehouse, tiers, out, step=step)), as_json=as_json)
 
 
-@ui.command(
-    app,
-    ui.CHECKPOINTS,
-    "dlac identify weights.safetensors",
-    "dlac identify weights.safetensors --document 4711",
-)
+@ui.command(app, ui.CHECKPOINTS, "dlac identify weights.safetensors")
 def identify(
-    file: Annotated[Path, Argument(help="File or folder that `dlac export` wrote, or a copy of it.", exists=True)],
-    document: Annotated[
-        list[str] | None,
-        Option(help="Value of an identity column of a document. The option is repeated for each of several columns."),
-    ] = None,
+    file: Annotated[
+        Path, Argument(help="File that `dlac export` wrote, or a copy of it.", exists=True, dir_okay=False)
+    ],
     home: ui.Home = None,
     spec: ui.SpecOption = None,
     as_json: ui.AsJson = False,
 ) -> None:
-    """Identify the checkpoint of a file of weights, by its digest. `dlac sql` shows what it has consumed.
-
-    With --document: whether it was trained on a document, by the passport beside the file, also without the lakehouse.
-    """
+    """Identify the checkpoint of a file of weights, by its digest. `dlac sql` shows what it has consumed."""
     from dlac_pipeline.checkpoint.listing import checkpoint_of_file
 
-    if document:
-        ui.show_facts(_seen_by_passport(file, document, spec, home), as_json=as_json)
-        return
-    if file.is_dir():
-        raise typer.BadParameter(
-            f"expected a file of weights, found the folder {str(file)!r}: name one, or give --document"
-        )
     ui.show_facts(checkpoint_of_file(ui.lakehouse_of(spec, home), file), as_json=as_json)
-
-
-def _seen_by_passport(file: Path, document: list[str], spec: Path | None, home: Path | None) -> dict[str, object]:
-    from dlac_pipeline.extensions.erasure.passport import OpenPassport
-
-    with closing(OpenPassport(file)) as passport:
-        is_known = False
-        with suppress(NoSuchLakehouse):
-            is_known = passport.is_in_ledger(ui.lakehouse_of(spec, home))
-        seen, about = passport.has(document), passport.facts
-    answer = "unknown" if about.incomplete else "no"
-    return {
-        "trained_on": "probably (1 in 256 other documents is found, too)" if seen else answer,
-        "run": about.run,
-        "checkpoint_id": about.checkpoint_id,
-        "step": about.step,
-        "unknown": "; ".join(about.incomplete) or None,
-        "passport": "as in the ledger" if is_known else "not compared with the ledger, which is not here",
-    }

@@ -109,8 +109,12 @@ def command(app: typer.Typer, panel: str | None, *commands: str, **options: Any)
 
     The command refuses blank values, which would mean another run, table or column than a script meant.
     """
-    decorate = app.command(rich_help_panel=panel, epilog=_epilog(commands), **options)
-    return lambda function: cast(Command, decorate(_checked(function)))
+    register = app.command(rich_help_panel=panel, epilog=_epilog(commands), **options)
+
+    def decorate(function: Command) -> Command:
+        return register(_checked(function))
+
+    return decorate
 
 
 def extension_command(*commands: str) -> Callable[[Command], Command]:

@@ -338,9 +338,8 @@ def test_lost_append_proves_nothing(arena: Arena) -> None:
         assert who_has_seen(arena.lakehouse, [str(row)], run=run)["notes"][-1].startswith(
             "unknown for run r, of whose 11"
         )
-    passport = write_passport(
-        arena.lakehouse, "r", export_weights(arena.lakehouse, tiers_of(spec), arena.home / "model.safetensors")
-    )
+    exported = export_weights(arena.lakehouse, tiers_of(spec), arena.home / "model.safetensors")
+    passport = write_passport(arena.lakehouse, exported.path)
     assert passport is not None
     assert passport.incomplete == ("the ledger has 13 of the 14 appends of run r",)
     erasure = Erasure(arena, [f"row_id = {row}"], spec, fork)

@@ -34,12 +34,13 @@ class Forked:
     """Rows that the parent had read at step 5."""
 
     def export(self, run: str, name: str = "weights.safetensors") -> tuple[Path, Any]:
-        """Export the head of a run by the command. Return the file, and what the command says."""
+        """Export the head of a run, and write its passport. Return the file, and the output of the second command."""
         out = self.arena.home.parent / name
         spec = str(self.arena.home / f"{run}.yaml")
-        done = self.here("export", run, str(out), "--spec", spec, "--json", home=self.arena.home)
+        done = self.here("export", run, str(out), "--spec", spec, home=self.arena.home)
         assert done.returncode == 0, done.stderr
-        return out, json.loads(done.stdout)
+        written = self.here("passport", "write", str(out), "--json", home=self.arena.home)
+        return out, json.loads(written.stdout) if written.returncode == 0 else written.stderr
 
 
 @pytest.fixture
@@ -66,7 +67,7 @@ def test_passport_has_what_both_runs_read(forked: Forked) -> None:
         others = [row for row in range(0, 3000, 5) if row not in forked.parent_rows and not 1000 <= row < 1200]
         assert sum(passport.has([str(row)]) for row in others) < 0.02 * len(others)
     answers = [
-        json.loads(forked.here("identify", str(out), "--document", row, "--json").stdout)["trained_on"]
+        json.loads(forked.here("passport", "check", str(out), row, "--json").stdout)["trained_on"]
         for row in ("1007", "999999")
     ]
     assert answers == ["probably (1 in 256 other documents is found, too)", "no"]
@@ -83,7 +84,7 @@ def test_passport_names_what_it_misses(forked: Forked) -> None:
     with closing(OpenPassport(out)) as passport:
         assert passport.facts.incomplete == ("1 data files of src.v have no keys",)
         assert passport.facts.documents == len(forked.parent_rows)
-    answer = json.loads(forked.here("identify", str(out), "--document", "999999", "--json").stdout)
+    answer = json.loads(forked.here("passport", "check", str(out), "999999", "--json").stdout)
     assert (answer["trained_on"], answer["unknown"]) == ("unknown", "1 data files of src.v have no keys")
 
 
@@ -100,12 +101,13 @@ def test_keys_of_other_columns_are_unknown(arena: Arena, here: Command) -> None:
 
 
 def test_run_without_keys_has_no_passport(arena: Arena, here: Command) -> None:
-    """The export is written, and says that there is none."""
+    """An error names the setting, and no file is written."""
     arena.table(appends=(100,))
     arena.train(arena.spec("a", world_size=1, passes=1))
-    out, facts = Forked(arena, here, set()).export("a")
-    assert (out.exists(), facts["passport"], passport_of(out).exists()) == (True, None, False)
-    with pytest.raises(SpecInvalid, match="expected a passport that `dlac export` wrote"):
+    out, refused = Forked(arena, here, set()).export("a")
+    assert "set source.row_keys in the job spec" in refused
+    assert not passport_of(out).exists()
+    with pytest.raises(SpecInvalid, match="expected a passport that `dlac passport write` wrote"):
         OpenPassport(out)
 
 
@@ -125,14 +127,14 @@ def test_wrong_passport_is_refused(forked: Forked) -> None:
     changed = [json.dumps(each).encode() + b"\n" + filtered for each in (seed, salt, facts | {"format_version": 9})]
     for damaged in (line[:50], content[:-40], content + b"x", line + b"\n" + bytes(len(filtered)), deep, *changed):
         passport_of(first).write_bytes(damaged)
-        with pytest.raises(SpecInvalid, match="expected a passport that `dlac export` wrote"):
+        with pytest.raises(SpecInvalid, match="expected a passport that `dlac passport write` wrote"):
             OpenPassport(first)
 
 
 def test_forged_passport_is_not_in_ledger(forked: Forked) -> None:
     """A passport without documents, whose own digest fits, is refused where the ledger knows the weights."""
     out, _ = forked.export("b")
-    question = ("identify", str(out), "--document", "1007", "--json")
+    question = ("passport", "check", str(out), "1007", "--json")
     known = json.loads(forked.here(*question, home=forked.arena.home).stdout)
     assert (known["trained_on"].split()[0], known["passport"]) == ("probably", "as in the ledger")
     line, _, filtered = passport_of(out).read_bytes().partition(b"\n")
@@ -155,7 +157,7 @@ def test_other_weights_are_refused(forked: Forked) -> None:
         OpenPassport(out)
 
 
-def test_export_without_keys_removes_passport(forked: Forked) -> None:
+def test_weights_without_keys_lose_passport(forked: Forked) -> None:
     """Weights of a run without keys replace an export, whose passport would speak of them."""
     out, _ = forked.export("b")
     forked.arena.table("src.w", appends=(64,))

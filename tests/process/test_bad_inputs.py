@@ -42,6 +42,7 @@ def prepare(arena: Arena) -> Made:
     weights, job = made / "weights.safetensors", arena.home / f"{FINISHED}.yaml"
     for arguments in (
         ["export", FINISHED, weights, "--spec", job],
+        ["passport", "write", weights],
         ["audit", FINISHED, "--record", made / "record"],
         ["new-key", made / "key.pem"],
     ):

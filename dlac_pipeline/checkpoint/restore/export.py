@@ -59,8 +59,6 @@ class Exported:
     step: int
     files: list[str]
     """Names of the files whose digests the ledger has."""
-    digests: list[str]
-    """Digests of these files."""
 
 
 def export_weights(
@@ -177,7 +175,6 @@ def _export(
         checkpoint_id=row.checkpoint_id,
         step=row.step,
         files=[each.file for each in files],
-        digests=[each.digest for each in files],
     )
 
 

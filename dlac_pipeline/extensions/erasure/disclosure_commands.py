@@ -1,13 +1,22 @@
 """Answers for people outside: what a model was trained on."""
 
 import sys
+from contextlib import closing, suppress
+from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
-from typer import Option
+import typer
+from typer import Argument, Option
 
 from dlac_pipeline.cli import shared as ui
+from dlac_pipeline.lakehouse.errors import NoSuchLakehouse, SpecInvalid
 
 PANEL = "Look"
+passport = typer.Typer(
+    help="Passports of exported weights, which answer whether a document was trained on.", no_args_is_help=True
+)
+_Export = Annotated[Path, Argument(help="File or folder that `dlac export` wrote, or a copy of it.", exists=True)]
 
 
 @ui.extension_command(
@@ -35,3 +44,46 @@ def summary(
     else:
         ledger = ".".join(lakehouse.own("consumption").name())
         sys.stdout.write(ui.terminal_text(write_summary(runs, form, provenance=f"DLAC, table {ledger}")))
+
+
+@ui.command(passport, None, "dlac passport write weights.safetensors")
+def write(export: _Export, home: ui.Home = None, spec: ui.SpecOption = None, as_json: ui.AsJson = False) -> None:
+    """Write the passport of exported weights beside them. The sources of their run have row_keys."""
+    from dlac_pipeline.extensions.erasure.passport import passport_of, write_passport
+
+    written = write_passport(ui.lakehouse_of(spec, home), export)
+    if written is None:
+        raise SpecInvalid(
+            f"expected weights in {str(export)!r} of a run whose sources have row_keys, found that no data file which it was "
+            "trained on has keys: set source.row_keys in the job spec of a run, and train it"
+        )
+    facts = {name: value for name, value in asdict(written).items() if name not in ("files", "identities")}
+    ui.show_facts({"passport": passport_of(export), **facts}, as_json=as_json)
+
+
+@ui.command(passport, None, "dlac passport check weights.safetensors 4711")
+def check(
+    export: _Export,
+    document: Annotated[list[str], Argument(help="Value of each identity column of a document, in their order.")],
+    home: ui.Home = None,
+    spec: ui.SpecOption = None,
+    as_json: ui.AsJson = False,
+) -> None:
+    """Answer from the passport beside exported weights whether they were trained on a document, also without the lakehouse."""
+    from dlac_pipeline.extensions.erasure.passport import OpenPassport
+
+    with closing(OpenPassport(export)) as opened:
+        is_known = False
+        with suppress(NoSuchLakehouse):
+            is_known = opened.is_in_ledger(ui.lakehouse_of(spec, home))
+        seen, about = opened.has(document), opened.facts
+    answer = "unknown" if about.incomplete else "no"
+    facts = {
+        "trained_on": "probably (1 in 256 other documents is found, too)" if seen else answer,
+        "run": about.run,
+        "checkpoint_id": about.checkpoint_id,
+        "step": about.step,
+        "unknown": "; ".join(about.incomplete) or None,
+        "passport": "as in the ledger" if is_known else "not compared with the ledger, which is not here",
+    }
+    ui.show_facts(facts, as_json=as_json)

@@ -17,8 +17,8 @@ import numpy.typing as npt
 from blake3 import blake3
 
 from dlac_pipeline.audit.lakehouse_sql import open_audit, rows_of, sql_script
+from dlac_pipeline.checkpoint.listing import checkpoint_of_file
 from dlac_pipeline.checkpoint.manifest import content_digest
-from dlac_pipeline.checkpoint.restore.export import Exported
 from dlac_pipeline.extensions.erasure.xor_filter import XorFilter
 from dlac_pipeline.lakehouse.durable_io import write_durably
 from dlac_pipeline.lakehouse.errors import SpecInvalid
@@ -56,44 +56,65 @@ def passport_of(export: Path) -> Path:
     return export.with_name(f"{export.name}.passport")
 
 
-def write_passport(lakehouse: Lakehouse, run: str, exported: Exported) -> Passport | None:
-    """Write the passport of an export, and its digest to the ledger.
+def write_passport(lakehouse: Lakehouse, export: Path) -> Passport | None:
+    """Write the passport of an exported file or folder, and its digest to the ledger.
 
     None: no data file that it was trained on has keys, so there is none, and the passport of an earlier export is removed.
+
+    Raises:
+        NoSuchCheckpoint: the lakehouse knows no export with the digest of a file.
+        SpecInvalid: the files are of several checkpoints, or there is none.
     """
+    files = _exported_files(lakehouse, export)
+    about = next(iter(files.values()))
     incomplete, query = sql_script("incomplete_keys"), _SEEN + " units plans checkpoints ancestors keyed_files"
     with open_audit(lakehouse, query=query + incomplete) as connection:
-        found: Any = connection.sql(_SEEN, params=[exported.checkpoint_id]).to_arrow_table()
+        found: Any = connection.sql(_SEEN, params=[about["checkpoint_id"]]).to_arrow_table()
         if not len(found):
-            passport_of(exported.path).unlink(missing_ok=True)
+            passport_of(export).unlink(missing_ok=True)
             return None
-        reasons = [row["reason"] for row in rows_of(connection, incomplete, [exported.checkpoint_id])]
+        reasons = [row["reason"] for row in rows_of(connection, incomplete, [about["checkpoint_id"]])]
     keys = np.unique(found["key"].to_numpy().view(np.uint64))
     pairs = found.select(["salt", "identity"]).group_by(["salt", "identity"]).aggregate([]).to_pylist()
     passport = Passport(
-        run=run,
-        checkpoint_id=exported.checkpoint_id,
-        step=exported.step,
-        files=tuple(zip(exported.files, exported.digests, strict=True)),
+        run=about["run"],
+        checkpoint_id=about["checkpoint_id"],
+        step=about["step"],
+        files=tuple((name, each["digest"]) for name, each in files.items()),
         documents=len(keys),
         identities=tuple(sorted((each["salt"], each["identity"]) for each in pairs)),
         incomplete=tuple(reasons),
     )
-    made = XorFilter.of(keys)
-    facts = {"format_version": _FORMAT, "seed": made.seed, **asdict(passport)}
-    table = made.table.tobytes()
-    content = json.dumps({**facts, "digest": _digest(facts, table)}).encode() + b"\n" + table
-    path = passport_of(exported.path)
+    content = _content(passport, XorFilter.of(keys))
+    path = passport_of(export)
     row = ExportRow(
-        checkpoint_id=exported.checkpoint_id,
+        checkpoint_id=passport.checkpoint_id,
         digest=content_digest(content),
         bytes=len(content),
         file=path.name,
         part=_PART,
     )
-    record_exports(Ledger(lakehouse), run, [row])
+    record_exports(Ledger(lakehouse), passport.run, [row])
     write_durably(path, content)
     return passport
+
+
+def _exported_files(lakehouse: Lakehouse, export: Path) -> dict[str, dict[str, Any]]:
+    """Return what the ledger has of each file of weights of an export, by name. A folder has several, and an index."""
+    paths = sorted(export.glob("*.safetensors*")) if export.is_dir() else [export]
+    files = {path.name: checkpoint_of_file(lakehouse, path) for path in paths}
+    found = sorted({each["checkpoint_id"] for each in files.values()})
+    if len(found) != 1:
+        raise SpecInvalid(
+            f"expected the weights of one checkpoint in {str(export)!r}, found {found!r}: export one into a folder of its own"
+        )
+    return files
+
+
+def _content(passport: Passport, made: XorFilter) -> bytes:
+    facts = {"format_version": _FORMAT, "seed": made.seed, **asdict(passport)}
+    table = made.table.tobytes()
+    return json.dumps({**facts, "digest": _digest(facts, table)}).encode() + b"\n" + table
 
 
 def _digest(facts: dict[str, Any], table: bytes) -> str:
@@ -128,8 +149,8 @@ class OpenPassport:
                 raise ValueError("it has facts of other types")
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as err:
             raise SpecInvalid(
-                f"expected a passport that `dlac export` wrote at {str(path)!r}, found {err!r}: export the checkpoint again, "
-                "from a run whose sources have row_keys"
+                f"expected a passport that `dlac passport write` wrote at {str(path)!r}, found {err!r}: write it again, for "
+                "weights of a run whose sources have row_keys"
             ) from err
         self._check_files(export)
         self._filter = XorFilter(seed, np.frombuffer(content, dtype=np.uint8))
@@ -165,7 +186,7 @@ class OpenPassport:
         if row is None or (row.run, row.checkpoint_id) != (self.facts.run, self.facts.checkpoint_id):
             raise SpecInvalid(
                 f"expected a passport of checkpoint {self.facts.checkpoint_id!r} that the ledger knows, found a changed one: "
-                "export the checkpoint again"
+                "write it again with `dlac passport write`"
             )
         return True
 
