@@ -1,4 +1,4 @@
-"""`dlac.Shadow` in the ranks of a foreign loop that is killed and restarted, and what `dlac shadow` reports of it."""
+"""`Shadow` in the ranks of a foreign loop that is killed and restarted, and what `dlac shadow` reports of it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-import dlac_pipeline as dlac
+from dlac_pipeline.extensions.loader_check import Shadow
 from dlac_pipeline.extensions.loader_check.shadow.compare import ShadowReport, compare_shadow
 from dlac_pipeline.lakehouse.errors import BadInput, SpecInvalid
 from tests.conftest import PROGRAMS, source_rows
@@ -108,7 +108,7 @@ def test_other_ranks_and_pass_in_progress(arena: Arena) -> None:
     steps = [(number, rows[at : at + 20]) for number, rows in enumerate(order) for at in range(0, 100, 20)]
     for start, end, ranks in ((0, 4, 2), (3, 7, 4)):
         for rank in range(ranks):
-            shadow = dlac.Shadow(arena.home / "shadow", step=start, rank=rank, world_size=ranks)
+            shadow = Shadow(arena.home / "shadow", step=start, rank=rank, world_size=ranks)
             for number, rows in steps[start:end]:
                 shadow.step(rows[rank::ranks], pass_number=number)
     report = compare(arena)
@@ -131,7 +131,7 @@ def test_loop_is_counted_without_dlac(arena: Arena, begin: int, ranks: int, reas
     arena.table(appends=(100,))
     for start, end, first in ((begin, 4, 20 * begin), (3, 5, 40)):
         for rank in range(ranks):
-            shadow = dlac.Shadow(arena.home / "shadow", step=start, rank=rank, world_size=ranks)
+            shadow = Shadow(arena.home / "shadow", step=start, rank=rank, world_size=ranks)
             for row in range(first, first + 20 * (end - start), 20):
                 shadow.step(range(row, row + 20)[rank::ranks])
     report = compare(arena)
@@ -145,7 +145,7 @@ def test_column_without_counts_is_shown(arena: Arena, home: Path, here: Command)
     """The command shows a dash where DLAC's reader was not run, and the reason."""
     arena.table(appends=(100,))
     for start in (2, 3):
-        dlac.Shadow(home / "shadow", step=start).step(range(20 * start, 20 * start + 20))
+        Shadow(home / "shadow", step=start).step(range(20 * start, 20 * start + 20))
     spec = home / "job.yaml"
     spec.write_text(arena.spec("shadowed", batch_size=20, key_groups=4, passes=1).model_dump_json())
     shown = here("shadow", str(spec), str(home / "shadow"), "--by", "row_id")
@@ -160,7 +160,7 @@ def test_skipped_pass_is_missing(arena: Arena) -> None:
     """All rows of a pass that the loop has left out after a restart are missing, and DLAC reads them."""
     arena.table(appends=(100,))
     for step, number in ((0, 0), (5, 2)):
-        shadow = dlac.Shadow(arena.home / "shadow", step=step)
+        shadow = Shadow(arena.home / "shadow", step=step)
         for start in range(0, 100, 20):
             shadow.step(range(start, start + 20), pass_number=number)
     shadow.close()
@@ -173,7 +173,7 @@ def test_skipped_pass_is_missing(arena: Arena) -> None:
 def test_unreadable_present_keeps_counts(arena: Arena, change: str) -> None:
     """A table that has no rows, or another name of the key, since the loop began takes remarks away, not the counts."""
     arena.table(appends=(100,))
-    shadow = dlac.Shadow(arena.home / "shadow", step=0)
+    shadow = Shadow(arena.home / "shadow", step=0)
     table = arena.lakehouse.load("src.t")
     if change == "delete":
         table.delete("row_id >= 0")
@@ -193,7 +193,7 @@ def test_unreadable_present_keeps_counts(arena: Arena, change: str) -> None:
 def test_skipped_rows_are_missing(arena: Arena, home: Path, here: Command) -> None:
     """The command names the row groups of rows that were never read, and ends with status 1."""
     arena.table(appends=(100,), row_group_rows=25)
-    with dlac.Shadow(home / "shadow", step=0) as shadow:
+    with Shadow(home / "shadow", step=0) as shadow:
         for start in range(0, 80, 20):
             shadow.step(range(start, start + 20))
     spec = home / "job.yaml"
@@ -211,7 +211,7 @@ def test_skipped_rows_are_missing(arena: Arena, home: Path, here: Command) -> No
 def test_deleted_and_filtered_rows_differ(arena: Arena) -> None:
     """Rows that were deleted before the loop read them are missing, and rows that the filter leaves out are outside."""
     arena.table(appends=(100,))
-    with dlac.Shadow(arena.home / "shadow", step=0) as shadow:
+    with Shadow(arena.home / "shadow", step=0) as shadow:
         arena.lakehouse.load("src.t").delete("row_id >= 80")
         for start in range(0, 80, 40):
             shadow.step(range(start, start + 40, 2))
@@ -232,7 +232,7 @@ def test_deleted_and_filtered_rows_differ(arena: Arena) -> None:
 def test_bad_comparison_is_refused(arena: Arena, by: str, changes: dict[str, Any], expected: str) -> None:
     """Columns without integers, and unknown snapshots."""
     arena.table(appends=(100,))
-    dlac.Shadow(arena.home / "shadow", step=0, rank=0, world_size=2).step(range(20))
+    Shadow(arena.home / "shadow", step=0, rank=0, world_size=2).step(range(20))
     settings = {"batch_size": 20, "key_groups": 4, "passes": 1, "world_size": 1, **changes}
     with pytest.raises(BadInput, match=re.escape(expected)):
         compare_shadow(arena.lakehouse, arena.spec("shadowed", **settings), arena.home / "shadow", by=by)
@@ -242,6 +242,6 @@ def test_rows_need_distinct_ids(arena: Arena) -> None:
     """A column with a value twice is no key."""
     arena.table(appends=(100,))
     arena.lakehouse.load("src.t").append(source_rows(90, 20))
-    dlac.Shadow(arena.home / "shadow", step=0).step(range(20))
+    Shadow(arena.home / "shadow", step=0).step(range(20))
     with pytest.raises(SpecInvalid, match="found 10 repeated values"):
         compare(arena)

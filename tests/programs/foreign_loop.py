@@ -1,4 +1,4 @@
-"""A training loop of others: reads Parquet files by row group, saves its position, and is recorded by dlac.Shadow.
+"""A training loop of others: reads Parquet files by row group, saves its position, and is recorded by Shadow.
 
 Arguments: JSON with the files, the folder of positions and of the shadow, the step to resume from, the steps at which it saves
 and dies (0: never), and whether its position forgets the batches of the row group.
@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
-import dlac_pipeline as dlac
+from dlac_pipeline.extensions.loader_check import Shadow
 
 arguments = json.loads(sys.argv[1])
 rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 place = Path(arguments["folder"]) / f"position-{rank}.json"
 at = json.loads(place.read_text()) if arguments["step"] else {"group": 0, "row": 0}
 step = arguments["step"]
-shadow = dlac.Shadow(Path(arguments["folder"]) / "shadow", step=step)
+shadow = Shadow(Path(arguments["folder"]) / "shadow", step=step)
 files = [pq.ParquetFile(path) for path in arguments["files"]]
 groups = [(file, group) for file in files for group in range(file.num_row_groups)][rank::ranks]
 while at["group"] < len(groups):

@@ -1,4 +1,4 @@
-"""Files of `dlac.Shadow`: what is recorded, what never reaches the loop, and which steps are in the model."""
+"""Files of `Shadow`: what is recorded, what never reaches the loop, and which steps are in the model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-import dlac_pipeline as dlac
+from dlac_pipeline.extensions.loader_check import Shadow
 from dlac_pipeline.extensions.loader_check.shadow.launches import Launch, read_launches
 from dlac_pipeline.lakehouse.errors import FormatTooNew, SpecInvalid
 
@@ -21,7 +21,7 @@ from dlac_pipeline.lakehouse.errors import FormatTooNew, SpecInvalid
 def record(folder: Path, *, step: int, steps: int, ranks: int = 1, ends: bool = False) -> None:
     """Record a launch. The rows of a step are 10 * step + rank."""
     for rank in range(ranks):
-        shadow = dlac.Shadow(folder, step=step, rank=rank, world_size=ranks)
+        shadow = Shadow(folder, step=step, rank=rank, world_size=ranks)
         for number in range(step + 1, step + steps + 1):
             shadow.step([10 * number + rank])
         if ends:
@@ -36,7 +36,7 @@ def rows(launch: Launch) -> list[int]:
 @pytest.mark.parametrize("ids", [[1, 2], np.array([[1], [2]], np.uint8), torch.tensor([1, 2], requires_grad=False)])
 def test_ids_of_any_kind_are_recorded(tmp_path: Path, ids: Any) -> None:
     """Lists, arrays and tensors of any shape are rows."""
-    with dlac.Shadow(tmp_path / "new" / "folder", step=7) as shadow:
+    with Shadow(tmp_path / "new" / "folder", step=7) as shadow:
         shadow.step(ids, pass_number=3)
     [launch] = read_launches(tmp_path / "new" / "folder")
     [step] = launch.ranks[0]
@@ -99,7 +99,7 @@ def test_rank_joins_its_own_launch(
         monkeypatch.setattr(
             "dlac_pipeline.extensions.loader_check.row_log.time.time_ns", lambda now=time_s: now * 10**9
         )
-        dlac.Shadow(tmp_path, step=0, rank=rank, world_size=4).step([rank])
+        Shadow(tmp_path, step=0, rank=rank, world_size=4).step([rank])
     assert [set(each.ranks) for each in read_launches(tmp_path)] == expected
 
 
@@ -108,8 +108,8 @@ def test_file_without_head_is_named(tmp_path: Path) -> None:
     record(tmp_path, step=0, steps=2, ranks=2)
     [second] = tmp_path.glob("rank-00001-*")
     second.write_bytes(second.read_bytes()[:20])
-    dlac.Shadow(tmp_path, step=0, rank=np.int64(2), world_size=2).step([1])  # type: ignore[arg-type]
-    dlac.Shadow(tmp_path, step=None, rank=3, world_size=2).step([1])  # type: ignore[arg-type]
+    Shadow(tmp_path, step=0, rank=np.int64(2), world_size=2).step([1])  # type: ignore[arg-type]
+    Shadow(tmp_path, step=None, rank=3, world_size=2).step([1])  # type: ignore[arg-type]
     [launch] = read_launches(tmp_path)
     assert set(launch.ranks) == {0, 2}
     assert launch.gaps()[:2] == [
@@ -137,8 +137,8 @@ def test_failed_close_does_not_raise(
     def close(file: int) -> None:
         raise OSError(errno.EDQUOT, "over quota")
 
-    shadow = dlac.Shadow(tmp_path, step=0)
-    other = dlac.Shadow(tmp_path, step=0)
+    shadow = Shadow(tmp_path, step=0)
+    other = Shadow(tmp_path, step=0)
     monkeypatch.setattr(os, "close", close)
     shadow.close()
     with pytest.raises(KeyError), other:
@@ -150,7 +150,7 @@ def test_failed_close_does_not_raise(
 def test_uneven_end_is_no_gap(tmp_path: Path) -> None:
     """A rank that has ended with fewer steps than another one lacks no record."""
     for rank in range(2):
-        with dlac.Shadow(tmp_path, step=0, rank=rank, world_size=2) as shadow:
+        with Shadow(tmp_path, step=0, rank=rank, world_size=2) as shadow:
             for step in range(3 + rank):
                 shadow.step([step])
     assert read_launches(tmp_path)[0].gaps() == []
@@ -173,7 +173,7 @@ def test_lost_rank_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ids", [["a"], [1.5], None, {"row_id": [1]}, np.array([2**63], np.uint64)])
 def test_bad_ids_do_not_raise(tmp_path: Path, ids: Any, caplog: pytest.LogCaptureFixture) -> None:
     """The first bad step is one warning, and the rank records nothing more."""
-    shadow = dlac.Shadow(tmp_path, step=0)
+    shadow = Shadow(tmp_path, step=0)
     with caplog.at_level(logging.WARNING):
         for given in ([1], ids, [2], ids):
             shadow.step(given)
@@ -193,7 +193,7 @@ def test_bad_start_does_not_raise(
         (tmp_path / "folder").write_text("")
     else:
         monkeypatch.setenv("RANK", "first")
-    shadow = dlac.Shadow(tmp_path / "folder", step=0)
+    shadow = Shadow(tmp_path / "folder", step=0)
     shadow.step([1])
     shadow.close()
     shadow.step([1])

@@ -17,7 +17,7 @@ LIMITS = (
     "files of a versioned bucket are not known.",
     "Memory states and local copies of checkpoints on other nodes are not known, until the next attempt of the run there "
     "removes them.",
-    "Rows that were read by open_dataset, by another program, or by a training that dlac.Shadow recorded are not in the ledger.",
+    "Rows that were read by open_dataset, by another program, or by a training that Shadow recorded are not in the ledger.",
     "Events, losses and metrics that listeners sent to other systems, launch folders, logs and sandboxes are not covered.",
     "Runs of other lakehouses, and models that were trained from the weights outside of DLAC, are not known.",
     "A new run, or a new leg with another snapshot, reads the rows, unless its job spec excludes them.",

@@ -90,7 +90,7 @@ def _show_verdicts(verdicts: "Sequence[Verdict]") -> None:
 @ui.extension_command("dlac shadow job.toml shadow/ --by row_id", "dlac shadow job.toml shadow/ --by row_id --json")
 def shadow(
     spec: ui.SpecFile,
-    folder: Annotated[Path, Argument(help="Folder that your loop gave to dlac.Shadow.")],
+    folder: Annotated[Path, Argument(help="Folder that your loop gave to Shadow.")],
     by: Annotated[str, Option(help="Integer column of the table that identifies a row.")],
     home: ui.Home = None,
     as_json: ui.AsJson = False,

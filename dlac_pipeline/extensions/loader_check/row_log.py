@@ -1,6 +1,8 @@
 """Logs of consumed rows: a record per optimizer step of a rank, and `Shadow`, which a foreign training loop writes.
 
-    shadow = dlac.Shadow("shadow", step=restored_step)   # 0 where the training begins
+    from dlac_pipeline.extensions.loader_check import Shadow
+
+    shadow = Shadow("shadow", step=restored_step)   # 0 where the training begins
     for batch in their_loader:
         ...                                              # forward, backward, optimizer step
         shadow.step(batch["row_id"])
@@ -133,7 +135,7 @@ class Shadow:
         except Exception as err:
             self._failed = True
             logging.getLogger(__name__).warning(
-                "dlac.Shadow records no more rows of this rank: %s: %s; training is not affected",
+                "Shadow records no more rows of this rank: %s: %s; training is not affected",
                 type(err).__name__,
                 err,
             )

@@ -1,4 +1,4 @@
-"""Files of `dlac.Shadow` as launches: which recorded steps are in the model, and which were lost with a restart."""
+"""Files of `Shadow` as launches: which recorded steps are in the model, and which were lost with a restart."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -83,7 +83,7 @@ def read_launches(folder: Path) -> list[Launch]:
     files = [file for file in found.values() if file]
     if not files:
         raise SpecInvalid(
-            f"expected files of dlac.Shadow in {str(folder)!r}, found none: name the folder that the training loop was given"
+            f"expected files of Shadow in {str(folder)!r}, found none: name the folder that the training loop was given"
         )
     launches = []
     for number, group in enumerate(_group_files(sorted(files, key=lambda each: each.started_ns)), 1):
@@ -152,11 +152,11 @@ def _read_file(path: Path) -> _File | None:
         file = _File(**{name: head[name] for name in _File._fields[:-1]}, records=read_records(log))
     except (ValueError, KeyError, TypeError, AttributeError) as err:
         raise SpecInvalid(
-            f"expected a file of dlac.Shadow at {str(path)!r}, found another content: move it out of the folder"
+            f"expected a file of Shadow at {str(path)!r}, found another content: move it out of the folder"
         ) from err
     if file.format_version > SHADOW_VERSION:
         raise FormatTooNew(
-            f"expected a file of dlac.Shadow of version {SHADOW_VERSION} or older, found {file.format_version} at {str(path)!r}: "
+            f"expected a file of Shadow of version {SHADOW_VERSION} or older, found {file.format_version} at {str(path)!r}: "
             "upgrade DLAC"
         )
     return file
