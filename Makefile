@@ -21,7 +21,7 @@ setup: .venv/.ready
 	touch $@
 
 demo: setup  ## plan, train, crash, recover, audit, report: the main job on real input
-	$(BIN)/dlac demo
+	$(BIN)/python -m examples.demo.main_job
 
 test: setup  ## lint, types, import contracts, tests: side by side, because most waits of tests leave a core free
 	$(MAKE) --no-print-directory --jobs 2 lint unit

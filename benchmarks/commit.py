@@ -1,7 +1,7 @@
 """Cost of a ledger commit as the ledger grows: `python -m benchmarks.commit [--quick]`.
 
 Four runs commit in turn to one ledger, with a checkpoint row and 64 advances each, through the commit of a real checkpoint.
-`dlac upkeep` runs after every 500 commits. Ledgers of 50 commits (twice, for the noise), 1,000 and 5,000 commits are then
+`dlac ledger upkeep` runs after every 500 commits. Ledgers of 50 commits (twice, for the noise), 1,000 and 5,000 commits are then
 measured together, one commit of each in turn, 50 before and 50 after the mark, so that other work of the node slows down
 all of them. CPU seconds are reported too. The other side in the same run has ledgers without upkeep, where appends do not
 expire snapshots. `--quick` grows to 200 commits only, and measures fewer.

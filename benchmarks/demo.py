@@ -1,6 +1,6 @@
 """The demo and its figures: `python -m benchmarks.demo`.
 
-It runs `dlac demo` in a folder of its own, and shows its lines. The first lines that name documents, a work plan and a checkpoint
+It runs `make demo` in a folder of its own, and shows its lines. The first lines that name documents, a work plan and a checkpoint
 are timed from the start of the command. All else is in the demo's report.json. A recovery lasts from the last heartbeat to
 the first new step.
 """
@@ -18,7 +18,6 @@ from typing import Any
 from benchmarks.figures import Figure, report
 from dlac_pipeline.lakehouse.ledger.recoveries import Recovery
 
-_DLAC = Path(sys.executable).with_name("dlac")
 _FIRST = {"documents": "are in the Iceberg table", "plan": "Work plan", "checkpoint": "checkpoint of step"}
 """Words of the first line that shows each result."""
 
@@ -27,7 +26,9 @@ def main() -> int:
     """Run the demo, and report. Return its exit status, or 1 if a bar is missed."""
     with tempfile.TemporaryDirectory(prefix="dlac-demo-") as folder:
         began = time.monotonic()
-        status, first = _run([str(_DLAC), "demo", "--home", f"{folder}/home", "--report", f"{folder}/report"])
+        status, first = _run(
+            [sys.executable, "-m", "examples.demo.main_job", "--home", f"{folder}/home", "--report", f"{folder}/report"]
+        )
         demo_s = time.monotonic() - began
         found = json.loads((Path(folder) / "report" / "report.json").read_text())
     figures = {"demo_s": Figure(value=demo_s, unit="s", bar="<= 120"), **_first(first), **_rest(found)}

@@ -2,7 +2,7 @@
 
 Two runs, `a` and `b`, train a small model on the same 3,840 rows in different orders for 108 of 120 steps, with a checkpoint
 every 5 steps. `c` is a fork of `a` at step 35, and trains 30 steps. A document is one row. For each request the lakehouse is as
-it was before. `dlac forget` plans and executes, the runs are trained again, and a fork whose first checkpoint has seen the
+it was before. `dlac forget rows` plans and executes, the runs are trained again, and a fork whose first checkpoint has seen the
 document is forked again. The oracle trains the same runs from step 0 without the document, on the cut that the run has. To have
 a checkpoint of step 0, all runs are forks of a run of one step over another table.
 

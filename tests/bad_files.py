@@ -103,7 +103,7 @@ def _passports(_: dict[str, Any], made: Made) -> Iterator[BadInput]:
         arguments = ["passport", "check", "w.safetensors", *document]
         yield BadInput(kind="passport", name=f"document {document!r}", arguments=arguments, files=files)
     for name, content in damaged(made.weights).items():
-        yield BadInput(kind="weights", name=name, arguments=["identify", "w"], files={"w": content})
+        yield BadInput(kind="weights", name=name, arguments=["checkpoint", "identify", "w"], files={"w": content})
 
 
 def _changed(content: bytes) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -135,7 +135,7 @@ def _certificates(_: dict[str, Any], made: Made) -> Iterator[BadInput]:
     keys = {"key.pem": made.key, "key.pub.pem": made.public_key}
 
     def verified(name: str, content: bytes, key: str = "key.pub.pem") -> BadInput:
-        asked = ["verify-certificate", "c.json", "--key", key]
+        asked = ["forget", "verify", "c.json", "--key", key]
         return BadInput(kind="certificate", name=name, arguments=asked, files={"c.json": content, **keys})
 
     snapshots = dict.fromkeys(("consumption", "units", "plans", "legs", "row_keys"))
@@ -168,12 +168,12 @@ def _certificates(_: dict[str, Any], made: Made) -> Iterator[BadInput]:
             kind="key",
             name=f"public {key!r}",
             links={"loop": "loop"},
-            arguments=["verify-certificate", "c.json", "--key", key],
+            arguments=["forget", "verify", "c.json", "--key", key],
             files={"c.json": _signed(made.key, certificate), **keys},
         )
     for name, content in damaged(made.key).items():
         yield verified(f"key: {name}", _signed(made.key, certificate), "other.pem")
-        asked = ["forget", "src.t", "--where", "row_id = 5", "--certify", "new.json", "key.pem"]
+        asked = ["forget", "rows", "src.t", "--where", "row_id = 5", "--certify", "new.json", "key.pem"]
         yield BadInput(kind="key", name=f"private: {name}", arguments=asked, files={"key.pem": content})
 
 
@@ -196,12 +196,12 @@ def _recorded_specs(_: dict[str, Any], made: Made) -> Iterator[BadInput]:
     for name, content in contents.items():
         if name not in optional and content:
             yield BadInput(kind="spec.json", name=name, arguments=["recover", LAUNCHED], recorded=content)
-    for command in ("retire", "rehearse", "export", "export-state", "recover"):
-        arguments = [command, LAUNCHED, *(["out"] if command.startswith("export") else [])]
+    for command in ("checkpoint retire", "rehearse", "checkpoint export", "checkpoint export-state", "recover"):
+        arguments = [*command.split(), LAUNCHED, *(["out"] if "export" in command else [])]
         for name in ("nothing", "half", "list", "deep", "bytes"):
             yield BadInput(kind="spec.json", name=f"{command}: {name}", arguments=arguments, recorded=contents[name])
-    for command in ("recover", "rehearse", "retire", "spike"):
-        yield BadInput(kind="spec.json", name=f"none: {command}", arguments=[command, FINISHED])
+    for command in ("recover", "rehearse", "checkpoint retire", "spike"):
+        yield BadInput(kind="spec.json", name=f"none: {command}", arguments=[*command.split(), FINISHED])
 
 
 class _Shell:
@@ -217,7 +217,7 @@ def _adopted(spec: dict[str, Any], made: Made) -> Iterator[BadInput]:
     def adopted(
         name: str, files: Mapping[str, bytes], *options: str, links: Mapping[str, str] = {}
     ) -> BadInput:  # never changed
-        asked = ["adopt", "spec.yaml", "old", *options]
+        asked = ["checkpoint", "adopt", "spec.yaml", "old", *options]
         placed = {f"old/{file}": content for file, content in files.items()}
         return BadInput(kind="adopt", name=name, arguments=asked, files=placed, links=dict(links), spec=spec)
 
@@ -238,7 +238,7 @@ def _adopted(spec: dict[str, Any], made: Made) -> Iterator[BadInput]:
         "loop inside": {"old/.metadata": ".metadata"},
     }.items():
         yield adopted(name, {"x": b""} if "/" in next(iter(links)) else {}, links=links)
-    yield BadInput(kind="adopt", name="a file", arguments=["adopt", "spec.yaml", "spec.yaml"], spec=spec)
+    yield BadInput(kind="adopt", name="a file", arguments=["checkpoint", "adopt", "spec.yaml", "spec.yaml"], spec=spec)
 
 
 def _shadows(spec: dict[str, Any], made: Made) -> Iterator[BadInput]:

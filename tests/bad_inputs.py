@@ -204,20 +204,20 @@ def _of_commands() -> Iterator[BadInput]:
         "recover": [],
         "audit": [],
         "incidents": [],
-        "checkpoints": [],
-        "verify": [],
+        "checkpoint list": [],
+        "checkpoint verify": [],
         "rehearse": [],
         "spike": [],
-        "export": ["out.safetensors"],
+        "checkpoint export": ["out.safetensors"],
         "rewind": ["--to-step", "10"],
         "fork": ["--as", "other"],
-        "retire": [],
-        "pins": [],
+        "checkpoint retire": [],
+        "table pins": [],
         "logs": [],
     }
     for command, rest in of_a_run.items():
         for run in ("nope", "../x", "", "a\nb", "[/b]", "-", "a" * 101):
-            yield BadInput(kind="command", name=f"{command} {run!r}", arguments=[command, run, *rest])
+            yield BadInput(kind="command", name=f"{command} {run!r}", arguments=[*command.split(), run, *rest])
     for arguments in _WRONG_ARGUMENTS:
         yield BadInput(kind="command", name=" ".join(map(repr, arguments)), arguments=arguments)
 
@@ -232,14 +232,17 @@ _OPTIONS: dict[tuple[str, ...], dict[str, Sequence[str]]] = {
     ("spike", FINISHED): {"--step": _NUMBERS, "--top": (*_NUMBERS, "0"), "--text": _WORDS, "--by": _WORDS},
     ("rows", FINISHED): {"--step": (*_NUMBERS, "0")},
     ("rows", FINISHED, "--step", "1"): {"--rank": _NUMBERS, "--text": (*_WORDS, "nope", "a.b")},
-    ("export", FINISHED, "out", "--spec", "spec.yaml"): {
+    ("checkpoint", "export", FINISHED, "out", "--spec", "spec.yaml"): {
         "--step": (*_NUMBERS, "3"),
         "--part": (*_WORDS, "nope", "../model"),
         "--config": (*_WORDS, "missing", "spec.yaml", "loop", "~nouser/x"),
     },
-    ("export-state", FINISHED, "out", "--spec", "spec.yaml"): {"--step": (*_NUMBERS, "3"), "--spec": ("loop",)},
-    ("verify", FINISHED): {"--step": (*_NUMBERS, "3")},
-    ("tag", FINISHED, "best"): {"--step": (*_NUMBERS, "3")},
+    ("checkpoint", "export-state", FINISHED, "out", "--spec", "spec.yaml"): {
+        "--step": (*_NUMBERS, "3"),
+        "--spec": ("loop",),
+    },
+    ("checkpoint", "verify", FINISHED): {"--step": (*_NUMBERS, "3")},
+    ("checkpoint", "tag", FINISHED, "best"): {"--step": (*_NUMBERS, "3")},
     ("fork", FINISHED, "--as", "other", "--spec", "spec.yaml"): {
         "--step": (*_NUMBERS, "3"),
         "--checkpoint": (*_WORDS, "nope"),
@@ -250,12 +253,12 @@ _OPTIONS: dict[tuple[str, ...], dict[str, Sequence[str]]] = {
         "--source": (*_WORDS, "nope"),
     },
     ("rewind", FINISHED, "--to-step", "5", "--exclude", "row_id = 3"): {"--source": ("nope", "src.nope")},
-    ("retire", FINISHED, "--spec", "spec.yaml"): {"--checkpoint": (*_WORDS, "nope", "3", "-1")},
+    ("checkpoint", "retire", FINISHED, "--spec", "spec.yaml"): {"--checkpoint": (*_WORDS, "nope", "3", "-1")},
     ("audit", FINISHED): {"--checkpoint": (*_WORDS, "nope", "3", "-1")},
     ("summary", FINISHED): {"--checkpoint": (*_WORDS, "nope", "3"), "--template": (*_WORDS, "nope", "../eu-2025")},
     ("logs", FINISHED): {"--rank": _NUMBERS, "--attempt": (*_NUMBERS, "0"), "--tail": _NUMBERS},
     ("seen", "5"): {"--table": (*_WORDS, "nope"), "--run": (*_WORDS, "nope")},
-    ("upkeep",): {"--keep": (*_NUMBERS, "0")},
+    ("ledger", "upkeep"): {"--keep": (*_NUMBERS, "0")},
     ("ledger", "rebuild", "--dry-run"): {
         "--journal": (*_WORDS, "missing", "loop", "nope://x", "s3://", "spec.yaml", "~nouser/x")
     },
@@ -319,9 +322,9 @@ _OPTIONS: dict[tuple[str, ...], dict[str, Sequence[str]]] = {
         "--catalog": (*_WORDS, "nope"),
     },
     ("init", "data"): {"--table": (*_WORDS, "points", ".a")},
-    ("forget", "src.t"): {"--where": (*_WORDS, "(", "nope = 1", "row_id = 'x'", "row_id = 99999999", "1")},
-    ("erase-traces", "src.t"): {"--where": (*_WORDS, "(", "nope = 1", "row_id = 5")},
-    ("forget", "src.nope"): {"--where": ("row_id = 5",)},
+    ("forget", "rows", "src.t"): {"--where": (*_WORDS, "(", "nope = 1", "row_id = 'x'", "row_id = 99999999", "1")},
+    ("forget", "traces", "src.t"): {"--where": (*_WORDS, "(", "nope = 1", "row_id = 5")},
+    ("forget", "rows", "src.nope"): {"--where": ("row_id = 5",)},
 }
 """Arguments that are right, and the wrong values of further options."""
 
@@ -330,9 +333,7 @@ def _of_options(script: str) -> Iterator[BadInput]:
     for arguments, options in _OPTIONS.items():
         for option, values in options.items():
             for value in values:
-                spec = valid_spec(script) | {
-                    "run": FINISHED if arguments[0] in ("export", "export-state", "retire") else "optional"
-                }
+                spec = valid_spec(script) | {"run": FINISHED if arguments[0] == "checkpoint" else "optional"}
                 named = [*arguments, option, value]
                 yield BadInput(
                     kind="option", name=" ".join(map(repr, named)), arguments=named, spec=spec, links={"loop": "loop"}
@@ -361,12 +362,12 @@ _WRONG_ARGUMENTS = [
     ["train"],
     ["train", "missing.toml"],
     ["plan", "spec.yaml", "--home", ""],
-    ["export", FINISHED, ""],
-    ["export", FINISHED, "missing/folder/out.safetensors"],
-    ["export", FINISHED, "/"],
-    ["export", FINISHED, "out.safetensors", "--step", "99999"],
-    ["export", FINISHED, "out.safetensors", "--step", "-1"],
-    ["export", FINISHED, "out.safetensors", "--step", "x"],
+    ["checkpoint", "export", FINISHED, ""],
+    ["checkpoint", "export", FINISHED, "missing/folder/out.safetensors"],
+    ["checkpoint", "export", FINISHED, "/"],
+    ["checkpoint", "export", FINISHED, "out.safetensors", "--step", "99999"],
+    ["checkpoint", "export", FINISHED, "out.safetensors", "--step", "-1"],
+    ["checkpoint", "export", FINISHED, "out.safetensors", "--step", "x"],
     ["rewind", FINISHED, "--to-step", "99999"],
     ["rewind", FINISHED, "--to-step", "-1"],
     ["rewind", FINISHED, "--to-step", "1e3"],
@@ -379,7 +380,7 @@ _WRONG_ARGUMENTS = [
     ["fork", FINISHED, "--as", "../x"],
     ["fork", FINISHED, "--as", "a\nb"],
     ["fork", FINISHED],
-    ["verify", FINISHED, "--step", "99999"],
+    ["checkpoint", "verify", FINISHED, "--step", "99999"],
     ["rehearse", FINISHED, "--step", "99999"],
     ["rehearse", FINISHED, "--steps", "0"],
     ["spike", FINISHED, "--step", "99999"],
@@ -405,25 +406,25 @@ _WRONG_ARGUMENTS = [
     ["sql", "EXPORT DATABASE 'out'"],
     ["sql", "SELECT * FROM glob('/*')"],
     ["sql", "CREATE TABLE x AS SELECT * FROM '/etc/passwd'"],
-    ["unpin", "nodots"],
-    ["unpin", ""],
-    ["unpin", "src.t", "nope"],
-    ["identify", "missing.safetensors"],
-    ["identify", "."],
-    ["identify", ""],
+    ["table", "unpin", "nodots"],
+    ["table", "unpin", ""],
+    ["table", "unpin", "src.t", "nope"],
+    ["checkpoint", "identify", "missing.safetensors"],
+    ["checkpoint", "identify", "."],
+    ["checkpoint", "identify", ""],
     ["name", FINISHED, ""],
     ["name", FINISHED, " "],
     ["name", FINISHED, "a\nb"],
-    ["untag", FINISHED, "nope"],
-    ["adopt", "spec.yaml", "missing"],
-    ["adopt", "missing.toml", "."],
-    ["adopt", "spec.yaml", "~nouser/x"],
-    ["new-key", ""],
-    ["new-key", "."],
-    ["new-key", "/"],
-    ["register", "points", "."],
-    ["register", ".points", "."],
-    ["register", "src.new", "~nouser/x"],
+    ["checkpoint", "untag", FINISHED, "nope"],
+    ["checkpoint", "adopt", "spec.yaml", "missing"],
+    ["checkpoint", "adopt", "missing.toml", "."],
+    ["checkpoint", "adopt", "spec.yaml", "~nouser/x"],
+    ["forget", "new-key", ""],
+    ["forget", "new-key", "."],
+    ["forget", "new-key", "/"],
+    ["table", "register", "points", "."],
+    ["table", "register", ".points", "."],
+    ["table", "register", "src.new", "~nouser/x"],
     ["init"],
     ["new-run", "second"],
     ["new-run", "second", "missing.toml"],
@@ -437,7 +438,7 @@ _WRONG_ARGUMENTS = [
     ["rendezvous", ""],
     ["logs", FINISHED, "--rank", "-1"],
     ["logs", FINISHED, "--rank", "99"],
-    ["upkeep", "--home", "missing"],
+    ["ledger", "upkeep", "--home", "missing"],
     ["audit", FINISHED, "--json", "--nope"],
     ["incidents", FINISHED, "--limit", "x"],
 ]

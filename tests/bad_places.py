@@ -177,10 +177,13 @@ def _catalogs(spec: dict[str, Any], _: Made) -> Iterator[BadInput]:
 def _registered(_: dict[str, Any], made: Made) -> Iterator[BadInput]:
     for name, content in damaged(made.parquet[-300:]).items():
         yield BadInput(
-            kind="Parquet", name=name, arguments=["register", "new.files", "data"], files={"data/a.parquet": content}
+            kind="Parquet",
+            name=name,
+            arguments=["table", "register", "new.files", "data"],
+            files={"data/a.parquet": content},
         )
     for name in ("points", "", ".", "a.", ".a", "a..b", " . ", "a.b\n", "a.\x1b[2J"):
-        arguments = ["register", name, "data"]
+        arguments = ["table", "register", name, "data"]
         yield BadInput(
             kind="Parquet", name=f"table {name!r}", arguments=arguments, files={"data/a.parquet": made.parquet}
         )
@@ -204,7 +207,7 @@ def _registered(_: dict[str, Any], made: Made) -> Iterator[BadInput]:
         yield BadInput(
             kind="Parquet",
             name=f"at {place!r}",
-            arguments=["register", "new.files", place],
+            arguments=["table", "register", "new.files", place],
             files=files,
             links={"loop": "loop"},
         )
@@ -223,7 +226,11 @@ def _places(spec: dict[str, Any], made: Made) -> Iterator[BadInput]:
                 links={"loop": "loop"},
                 files={"file": b""},
             )
-        for command in (["new-key"], ["init", "src.t", "--into"], ["export-state", FINISHED, "--spec", "spec.yaml"]):
+        for command in (
+            ["forget", "new-key"],
+            ["init", "src.t", "--into"],
+            ["checkpoint", "export-state", FINISHED, "--spec", "spec.yaml"],
+        ):
             yield BadInput(
                 kind="place",
                 name=f"{command[0]} {place!r}",

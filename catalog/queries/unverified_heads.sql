@@ -1,4 +1,4 @@
--- Runs whose newest checkpoint has not been read again within a week. `dlac verify RUN` reads it.
+-- Runs whose newest checkpoint has not been read again within a week. `dlac checkpoint verify RUN` reads it.
 SELECT l.run, l.checkpoint_id, l.step, max(v.verified_at) FILTER (v.problem IS NULL) AS verified_at
 FROM lineage AS l LEFT JOIN verifications AS v USING (run, checkpoint_id)
 WHERE l.is_head

@@ -30,9 +30,9 @@ class ListedCheckpoint:
     state: str
     """State: head, kept, left (not an ancestor of the head), retired, damaged (quarantined)."""
     verified_at: datetime | None
-    """Last moment at which all its digests were verified, by `dlac verify` or for a resume, or None."""
+    """Last moment at which all its digests were verified, by `dlac checkpoint verify` or for a resume, or None."""
     names: list[str]
-    """Names given by `dlac tag`. It is kept while it has one."""
+    """Names given by `dlac checkpoint tag`. It is kept while it has one."""
     tiers: list[str]
     """Places of its files: store, or local (a copy on this node)."""
     folder: str

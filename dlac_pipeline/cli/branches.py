@@ -1,4 +1,4 @@
-"""Branches: going back, beginning a run from another one, letting go of what was left."""
+"""Branches: `dlac rewind` goes back to a checkpoint, and `dlac fork` begins a run from one of another run."""
 
 import json
 import shlex
@@ -26,7 +26,7 @@ CheckpointId = Annotated[
 
 @ui.command(
     app,
-    ui.BRANCH,
+    ui.RECOVER,
     "dlac rewind my-run --to-step 400",
     'dlac rewind my-run --to-step 400 --exclude "lang = \'xx\'" --why "wrong language"',
 )
@@ -108,7 +108,7 @@ def _show_rewound(run: str, done: "Rewound", exclude: Sequence[str], source: str
 
 @ui.command(
     app,
-    ui.BRANCH,
+    ui.RECOVER,
     "dlac fork my-run --as my-run-2 --spec job.toml",
     "dlac fork my-run --as my-run-2 --spec job.toml --step 400",
 )
@@ -141,30 +141,3 @@ def fork(
     else:
         origin = f"{done.parent_checkpoint} (step {done.parent_step} of run {run})"
         ui.show_text(f"run {new} begins with checkpoint {done.checkpoint_id}, forked from {origin}")
-
-
-@ui.command(app, ui.BRANCH, "dlac retire my-run", "dlac retire my-run --checkpoint 400")
-def retire(
-    run: ui.RunName,
-    checkpoint: Annotated[
-        str | None, Option(help="Id or step of an abandoned checkpoint. Unset: all of them that have no tag.")
-    ] = None,
-    whole_run: Annotated[
-        bool, Option("--whole-run", help="Also those of the surviving lineage: the run cannot be resumed afterwards.")
-    ] = False,
-    home: ui.Home = None,
-    spec: ui.SpecOption = None,
-) -> None:
-    """Retire checkpoints that rewinds have abandoned. They cannot be restored afterwards, and their files are removed.
-
-    Their consumption stays in the ledger. On the surviving lineage checkpoint.keep_last decides which ones are kept.
-    """
-    from dlac_pipeline.operations.retire import retire_checkpoints
-
-    lakehouse = ui.lakehouse_of(spec, home)
-    job = ui.spec_of_run(run, spec, home, lakehouse=lakehouse)
-    gone = retire_checkpoints(lakehouse, run, job, checkpoint, whole=whole_run)
-    for row in gone:
-        ui.show_text(f"retired {row.checkpoint_id} (step {row.step})")
-    if not gone:
-        ui.show_text(f"run {run} has no abandoned checkpoint without a tag")

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: list, tag, verify. And checkpoints from and for other programs: adopt, export, identify."""
+"""`dlac checkpoint`: list, tag, verify and retire those of a run, and export and adopt those for and of other programs."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -13,10 +13,19 @@ from dlac_pipeline.cli import shared as ui
 from dlac_pipeline.lakehouse.ledger.run_rows import check_checkpoint_name
 
 app = typer.Typer()
+checkpoint = typer.Typer(no_args_is_help=True)
+app.add_typer(
+    checkpoint,
+    name="checkpoint",
+    help="List, tag, verify, retire and export checkpoints, and adopt those of other programs.",
+    rich_help_panel=ui.STORAGE,
+)
 
 
-@ui.command(app, ui.CHECKPOINTS, "dlac checkpoints my-run", "dlac checkpoints my-run --json")
-def checkpoints(run: ui.RunName, home: ui.Home = None, spec: ui.SpecOption = None, as_json: ui.AsJson = False) -> None:
+@ui.command(checkpoint, None, "dlac checkpoint list my-run", "dlac checkpoint list my-run --json", name="list")
+def show_checkpoints(
+    run: ui.RunName, home: ui.Home = None, spec: ui.SpecOption = None, as_json: ui.AsJson = False
+) -> None:
     """List the checkpoints of a run: step, age, size, and state (kept, left by a rewind, retired or damaged)."""
     from dlac_pipeline.checkpoint.listing import list_checkpoints
 
@@ -33,7 +42,7 @@ def checkpoints(run: ui.RunName, home: ui.Home = None, spec: ui.SpecOption = Non
     ui.show_table(names, rows, right=("step", "size", "attempt"), empty=f"run {run} has no checkpoint yet")
 
 
-@ui.command(app, ui.CHECKPOINTS, "dlac tag my-run best", "dlac tag my-run best --step 400")
+@ui.command(checkpoint, None, "dlac checkpoint tag my-run best", "dlac checkpoint tag my-run best --step 400")
 def tag(
     run: ui.RunName,
     name: Annotated[str, Argument(help="Name of the tag.", callback=check_checkpoint_name)],
@@ -48,7 +57,7 @@ def tag(
     ui.show_text(f"checkpoint {checkpoint_id} is tagged {name}")
 
 
-@ui.command(app, ui.CHECKPOINTS, "dlac untag my-run best")
+@ui.command(checkpoint, None, "dlac checkpoint untag my-run best")
 def untag(
     run: ui.RunName,
     name: Annotated[str, Argument(help="Name of the tag.")],
@@ -62,7 +71,7 @@ def untag(
     ui.show_text(f"checkpoint {checkpoint_id} is not tagged {name} any more")
 
 
-@ui.command(app, ui.CHECKPOINTS, "dlac verify my-run", "dlac verify my-run --step 400")
+@ui.command(checkpoint, None, "dlac checkpoint verify my-run", "dlac checkpoint verify my-run --step 400")
 def verify(
     run: ui.RunName,
     home: ui.Home = None,
@@ -71,7 +80,7 @@ def verify(
 ) -> None:
     """Read the files of a run's checkpoints again and compare their digests. Exit status 0 only if all match.
 
-    The ledger records the result. `dlac checkpoints` shows when each checkpoint last matched.
+    The ledger records the result. `dlac checkpoint list` shows when each checkpoint last matched.
     """
     from dlac_pipeline.checkpoint.listing import verify_checkpoints
     from dlac_pipeline.checkpoint.store import tiers_of
@@ -99,8 +108,109 @@ def verify(
         raise typer.Exit(1)
 
 
+@ui.command(checkpoint, None, "dlac checkpoint retire my-run", "dlac checkpoint retire my-run --checkpoint 400")
+def retire(
+    run: ui.RunName,
+    checkpoint: Annotated[
+        str | None, Option(help="Id or step of an abandoned checkpoint. Unset: all of them that have no tag.")
+    ] = None,
+    whole_run: Annotated[
+        bool, Option("--whole-run", help="Also those of the surviving lineage: the run cannot be resumed afterwards.")
+    ] = False,
+    home: ui.Home = None,
+    spec: ui.SpecOption = None,
+) -> None:
+    """Retire checkpoints that rewinds have abandoned. They cannot be restored afterwards, and their files are removed.
+
+    Their consumption stays in the ledger. On the surviving lineage checkpoint.keep_last decides which ones are kept.
+    """
+    from dlac_pipeline.operations.retire import retire_checkpoints
+
+    lakehouse = ui.lakehouse_of(spec, home)
+    job = ui.spec_of_run(run, spec, home, lakehouse=lakehouse)
+    gone = retire_checkpoints(lakehouse, run, job, checkpoint, whole=whole_run)
+    for row in gone:
+        ui.show_text(f"retired {row.checkpoint_id} (step {row.step})")
+    if not gone:
+        ui.show_text(f"run {run} has no abandoned checkpoint without a tag")
+
+
 @ui.command(
-    app, ui.BRANCH, "dlac adopt job.toml /old/checkpoints", "dlac adopt job.toml /old/checkpoints --tag global_step400"
+    checkpoint,
+    None,
+    "dlac checkpoint export my-run weights.safetensors",
+    "dlac checkpoint export my-run weights.safetensors --step 400",
+    "dlac checkpoint export my-run my-model --config pretrained",
+)
+def export(
+    run: ui.RunName,
+    out: Annotated[Path, Argument(help="File to write, such as weights.safetensors. With --config: a new folder.")],
+    step: ui.Step = None,
+    part: Annotated[str, Option(help="Part of the state that has the weights, by its name in the script.")] = "model",
+    config: Annotated[
+        Path | None,
+        Option(
+            help="Folder with the model's config.json, which is copied with the tokenizer's files. `from_pretrained` loads the "
+            "written folder.",
+            exists=True,
+            file_okay=False,
+        ),
+    ] = None,
+    home: ui.Home = None,
+    spec: ui.SpecOption = None,
+    as_json: ui.AsJson = False,
+) -> None:
+    """Write a checkpoint's weights as safetensors. `dlac checkpoint identify` finds the checkpoint by the digest of a file."""
+    from dlac_pipeline.checkpoint.restore.export import export_weights
+
+    lakehouse, tiers = ui.places_of_run(run, spec, home)
+    ui.show_facts(asdict(export_weights(lakehouse, tiers, out, step=step, part=part, config=config)), as_json=as_json)
+
+
+@ui.command(
+    checkpoint,
+    None,
+    "dlac checkpoint export-state my-run my-state",
+    "dlac checkpoint export-state my-run my-state --step 400",
+)
+def export_state(
+    run: ui.RunName,
+    out: Annotated[Path, Argument(help="New folder to write.")],
+    step: ui.Step = None,
+    home: ui.Home = None,
+    spec: ui.SpecOption = None,
+    as_json: ui.AsJson = False,
+) -> None:
+    """Write model and optimizer of a sharded checkpoint as safetensors, as torch.distributed.checkpoint loads them.
+
+    DeepSpeed's ZeRO 1 to 3 is converted. `dlac checkpoint adopt` begins a run with `DistributedState` from the folder.
+    """
+    from dlac_pipeline.checkpoint.restore.export import export_tensors
+
+    lakehouse, tiers = ui.places_of_run(run, spec, home)
+    ui.show_facts(asdict(export_tensors(lakehouse, tiers, out, step=step)), as_json=as_json)
+
+
+@ui.command(checkpoint, None, "dlac checkpoint identify weights.safetensors")
+def identify(
+    file: Annotated[
+        Path, Argument(help="File that `dlac checkpoint export` wrote, or a copy of it.", exists=True, dir_okay=False)
+    ],
+    home: ui.Home = None,
+    spec: ui.SpecOption = None,
+    as_json: ui.AsJson = False,
+) -> None:
+    """Identify the checkpoint of a file of weights, by its digest. `dlac sql` shows what it has consumed."""
+    from dlac_pipeline.checkpoint.listing import checkpoint_of_file
+
+    ui.show_facts(checkpoint_of_file(ui.lakehouse_of(spec, home), file), as_json=as_json)
+
+
+@ui.command(
+    checkpoint,
+    None,
+    "dlac checkpoint adopt job.toml /old/checkpoints",
+    "dlac checkpoint adopt job.toml /old/checkpoints --tag global_step400",
 )
 def adopt(
     spec: ui.SpecFile,
@@ -124,69 +234,3 @@ def adopt(
     found = foreign_checkpoint(folder, tag=tag)
     checkpoint_id = adopt_checkpoint(ui.lakehouse_of(spec, home, create=True), job, found)
     ui.show_text(f"run {job.run} begins with checkpoint {checkpoint_id}, adopted from {found.origin}")
-
-
-@ui.command(
-    app,
-    ui.CHECKPOINTS,
-    "dlac export my-run weights.safetensors",
-    "dlac export my-run weights.safetensors --step 400",
-    "dlac export my-run my-model --config pretrained",
-)
-def export(
-    run: ui.RunName,
-    out: Annotated[Path, Argument(help="File to write, such as weights.safetensors. With --config: a new folder.")],
-    step: ui.Step = None,
-    part: Annotated[str, Option(help="Part of the state that has the weights, by its name in the script.")] = "model",
-    config: Annotated[
-        Path | None,
-        Option(
-            help="Folder with the model's config.json, which is copied with the tokenizer's files. `from_pretrained` loads the "
-            "written folder.",
-            exists=True,
-            file_okay=False,
-        ),
-    ] = None,
-    home: ui.Home = None,
-    spec: ui.SpecOption = None,
-    as_json: ui.AsJson = False,
-) -> None:
-    """Write a checkpoint's weights as safetensors. `dlac identify` finds the checkpoint by the digest of a file."""
-    from dlac_pipeline.checkpoint.restore.export import export_weights
-
-    lakehouse, tiers = ui.places_of_run(run, spec, home)
-    ui.show_facts(asdict(export_weights(lakehouse, tiers, out, step=step, part=part, config=config)), as_json=as_json)
-
-
-@ui.command(app, ui.CHECKPOINTS, "dlac export-state my-run my-state", "dlac export-state my-run my-state --step 400")
-def export_state(
-    run: ui.RunName,
-    out: Annotated[Path, Argument(help="New folder to write.")],
-    step: ui.Step = None,
-    home: ui.Home = None,
-    spec: ui.SpecOption = None,
-    as_json: ui.AsJson = False,
-) -> None:
-    """Write model and optimizer of a sharded checkpoint as safetensors, as torch.distributed.checkpoint loads them.
-
-    DeepSpeed's ZeRO 1 to 3 is converted. `dlac adopt` begins a run with `DistributedState` from the folder.
-    """
-    from dlac_pipeline.checkpoint.restore.export import export_tensors
-
-    lakehouse, tiers = ui.places_of_run(run, spec, home)
-    ui.show_facts(asdict(export_tensors(lakehouse, tiers, out, step=step)), as_json=as_json)
-
-
-@ui.command(app, ui.CHECKPOINTS, "dlac identify weights.safetensors")
-def identify(
-    file: Annotated[
-        Path, Argument(help="File that `dlac export` wrote, or a copy of it.", exists=True, dir_okay=False)
-    ],
-    home: ui.Home = None,
-    spec: ui.SpecOption = None,
-    as_json: ui.AsJson = False,
-) -> None:
-    """Identify the checkpoint of a file of weights, by its digest. `dlac sql` shows what it has consumed."""
-    from dlac_pipeline.checkpoint.listing import checkpoint_of_file
-
-    ui.show_facts(checkpoint_of_file(ui.lakehouse_of(spec, home), file), as_json=as_json)

@@ -1,4 +1,4 @@
-"""The lakehouse: audit, registration, pins, upkeep."""
+"""`dlac audit`, and the groups of source tables and of DLAC's own: `dlac table` and `dlac ledger`."""
 
 import sys
 from dataclasses import asdict
@@ -13,13 +13,25 @@ from dlac_pipeline.cli import shared as ui
 from dlac_pipeline.lakehouse.config import KEEP_SNAPSHOTS, MOST_SNAPSHOTS
 
 app = typer.Typer()
+table = typer.Typer(no_args_is_help=True)
 ledger = typer.Typer(no_args_is_help=True)
-app.add_typer(ledger, name="ledger", help="Rebuild the ledger after a loss.", rich_help_panel=ui.LAKEHOUSE)
+app.add_typer(
+    table,
+    name="table",
+    help="Register Parquet files as a source table, and list and release the pins of its snapshots.",
+    rich_help_panel=ui.STORAGE,
+)
+app.add_typer(
+    ledger,
+    name="ledger",
+    help="Keep DLAC's own tables small, and rebuild the ledger after a loss.",
+    rich_help_panel=ui.STORAGE,
+)
 
 
 @ui.command(
     app,
-    ui.LAKEHOUSE,
+    ui.AUDIT,
     "dlac audit my-run",
     "dlac audit my-run --checkpoint 400",
     "dlac audit my-run --record my-run.audit",
@@ -66,10 +78,10 @@ def audit(
 
 
 @ui.command(
-    app,
-    ui.LAKEHOUSE,
-    "dlac register docs.pages 's3://bucket/pages/**/*.parquet'",
-    "dlac register docs.pages /data/pages --dry-run",
+    table,
+    None,
+    "dlac table register docs.pages 's3://bucket/pages/**/*.parquet'",
+    "dlac table register docs.pages /data/pages --dry-run",
 )
 def register(
     table: Annotated[str, Argument(help="Name of the Iceberg table, as namespace.table.")],
@@ -95,7 +107,7 @@ def register(
     ui.show_facts(asdict(done), as_json=as_json)
 
 
-@ui.command(app, ui.LAKEHOUSE, "dlac pins", "dlac pins my-run", "dlac pins lake.documents")
+@ui.command(table, None, "dlac table pins", "dlac table pins my-run", "dlac table pins lake.documents")
 def pins(
     name: Annotated[str | None, Argument(help="A run or a table. Unset: all pins.")] = None,
     home: ui.Home = None,
@@ -120,10 +132,10 @@ def pins(
     ui.show_table(names, rows, right=("snapshot",), empty="no snapshot is pinned")
 
 
-@ui.command(app, ui.LAKEHOUSE, "dlac unpin lake.documents 1287862416068212033")
+@ui.command(table, None, "dlac table unpin lake.documents 1287862416068212033")
 def unpin(
     table: Annotated[str, Argument(help="The source table, as namespace.table.")],
-    snapshot_id: Annotated[int, Argument(help="The pinned snapshot, as `dlac pins` shows it.")],
+    snapshot_id: Annotated[int, Argument(help="The pinned snapshot, as `dlac table pins` shows it.")],
     home: ui.Home = None,
     spec: ui.SpecOption = None,
     force: Annotated[
@@ -137,7 +149,7 @@ def unpin(
     ui.show_text(f"snapshot {snapshot_id} of {table} {'is not pinned any more' if removed else 'was not pinned'}")
 
 
-@ui.command(app, ui.LAKEHOUSE, "dlac upkeep", "dlac upkeep --keep 5")
+@ui.command(ledger, None, "dlac ledger upkeep", "dlac ledger upkeep --keep 5")
 def upkeep(
     home: ui.Home = None,
     spec: ui.SpecOption = None,
@@ -164,7 +176,7 @@ def upkeep(
         ui.OUT.print("busy: others committed so often that something was left for the next time", soft_wrap=True)
 
 
-@ui.command(ledger, ui.LAKEHOUSE, "dlac ledger rebuild --dry-run", "dlac ledger rebuild")
+@ui.command(ledger, None, "dlac ledger rebuild --dry-run", "dlac ledger rebuild")
 def rebuild(
     home: ui.Home = None,
     spec: ui.SpecOption = None,

@@ -14,7 +14,7 @@ import typer
 from typer import Option
 
 from dlac_pipeline.cli.display import Interrupted
-from dlac_pipeline.cli.shared import ERR, RECOVER, Home, RunName, SpecOption, command, ledger_of
+from dlac_pipeline.cli.shared import ERR, LOOK, Home, RunName, SpecOption, command, ledger_of
 from dlac_pipeline.lakehouse.errors import DlacError, LogsMissing, SpecInvalid
 from dlac_pipeline.lakehouse.ledger.run_rows import claim_of
 from dlac_pipeline.supervise.ranks.rank_logs import LogReader
@@ -30,7 +30,7 @@ _ASK_EVERY_S = 2.0
 """Of the ledger: whether the run has ended, or another attempt was claimed."""
 
 
-@command(app, RECOVER, "dlac logs my-run", "dlac logs my-run --rank 3 --tail 100")
+@command(app, LOOK, "dlac logs my-run", "dlac logs my-run --rank 3 --tail 100")
 def logs(
     run: RunName,
     rank: Annotated[

@@ -2,7 +2,6 @@
 
 import atexit
 import gc
-import importlib.util
 import os
 import signal
 import sys
@@ -28,8 +27,8 @@ from dlac_pipeline.cli import (
 )
 from dlac_pipeline.cli.display import Interrupted
 from dlac_pipeline.cli.extension_commands import ExtensibleGroup
-from dlac_pipeline.cli.shared import ERR, OUT, TRAIN, terminal_text
-from dlac_pipeline.lakehouse.errors import BadInput, DlacError
+from dlac_pipeline.cli.shared import ERR, OUT, terminal_text
+from dlac_pipeline.lakehouse.errors import DlacError
 from dlac_pipeline.lakehouse.variables import check_pyiceberg
 from dlac_pipeline.launchers.bug_report import report_unexpected
 
@@ -45,7 +44,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for _part in (projects, training, runs, logs, checkpoints, branches, lakehouse, provenance):
+for _part in (projects, training, branches, runs, logs, lakehouse, provenance, checkpoints):
     app.add_typer(_part.app)
 
 
@@ -62,26 +61,6 @@ def root(
     ] = False,
 ) -> None:
     """Define options of the command itself. The help text is the app's."""
-
-
-@app.command(
-    add_help_option=False,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-    rich_help_panel=TRAIN,
-)
-def demo(context: typer.Context) -> None:
-    """Run the main job on real input, in a checkout: plan, train, crash, recover, audit, report."""
-    if importlib.util.find_spec("dagster") is None:
-        raise BadInput('expected Dagster, which the demo runs on, found none: pip install "dlac-pipeline[dagster]"')
-    checkout = Path(__file__).resolve().parents[2]
-    if not (checkout / "examples" / "demo" / "main_job.py").is_file():
-        raise BadInput(
-            f"expected a checkout of DLAC, found an installed package in {str(checkout)!r}: run its `make demo`"
-        )
-    # A folder named examples in the working directory is another project's, so that -P leaves it out.
-    paths = os.pathsep.join(filter(None, (str(checkout), os.environ.get("PYTHONPATH"))))
-    command = [sys.executable, "-P", "-m", "examples.demo.main_job", *context.args]
-    os.execve(sys.executable, command, {**os.environ, "PYTHONPATH": paths})
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ _CELLS = ("rank", "node", "slot", "source_table", "file_path", "row_group", "row
 
 @ui.command(
     app,
-    ui.LAKEHOUSE,
+    ui.AUDIT,
     'dlac sql "FROM checkpoints"',
     "dlac sql \"SELECT step, loss FROM lineage WHERE run = 'my-run'\" --json",
     "dlac sql @catalog/queries/problems.sql",
@@ -125,7 +125,7 @@ def _json_value(value: object) -> object:
 
 @ui.command(
     app,
-    ui.LOOK,
+    ui.AUDIT,
     "dlac rows my-run --step 4210",
     "dlac rows my-run --step 4210 --rank 3 --text body",
     "dlac rows my-run --step 4210 --json",
@@ -167,7 +167,7 @@ def show_step_rows(
     ui.show_table(names, cells, right=("loss", "rank", "slot", "row group", "row"), empty=empty)
 
 
-@ui.command(app, ui.LAKEHOUSE, "dlac seen 4711", "dlac seen 2024-01-01 en --table lake.docs --run my-run")
+@ui.command(app, ui.AUDIT, "dlac seen 4711", "dlac seen 2024-01-01 en --table lake.docs --run my-run")
 def seen(
     key: Annotated[list[str], Argument(help="Value of each identity column, in their order, or the v3 row id.")],
     table: Annotated[str | None, Option(help="Only documents of this source table.")] = None,

@@ -71,7 +71,7 @@ def runs(home: ui.Home = None, spec: ui.SpecOption = None, as_json: ui.AsJson = 
     ui.show_table(names, rows, right=("step", "attempts"), empty="no run yet: `dlac train SPEC` starts one")
 
 
-@ui.command(app, ui.RECOVER, "dlac incidents my-run", "dlac incidents --json")
+@ui.command(app, ui.LOOK, "dlac incidents my-run", "dlac incidents --json")
 def incidents(
     run: Annotated[
         str | None,

@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-TRAIN, LOOK, RECOVER = "Train", "Look", "Recover"
-BRANCH, CHECKPOINTS, LAKEHOUSE = "Branch", "Checkpoints", "Lakehouse"
+TRAIN, RECOVER, LOOK, AUDIT, STORAGE = "Train", "Recover", "Look", "Audit", "Storage"
 """Groups of commands in the help of `dlac`."""
 _WIDE = 100_000
 """Columns without a terminal: nothing is folded or cut off, for the program that reads it."""

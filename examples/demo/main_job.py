@@ -1,4 +1,4 @@
-"""The main job on real input, through Dagster, with faults: `python -m examples.demo.main_job` (`make demo`, `dlac demo`).
+"""The main job on real input, through Dagster, with faults: `python -m examples.demo.main_job` (`make demo`).
 
 1. Ingest and tokenize the standard library's sources.
 2. Train a reference run without faults, and the same plan as another run beside it. SIGKILL one of its ranks in the middle

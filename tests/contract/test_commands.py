@@ -8,8 +8,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.core import TyperGroup
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from dlac_pipeline.cli.extension_commands import COMMANDS, load_command
@@ -46,6 +49,7 @@ _POINTS = [
     "train = meter_energy:energy",
 ]
 _OURS = [name for name, point in COMMANDS.points().items() if point.module.startswith("dlac_pipeline.")]
+_GROUPS = ("Train", "Recover", "Look", "Audit", "Storage")
 _LISTED = """
 import json, sys
 from dlac_pipeline.cli.main import app
@@ -117,3 +121,17 @@ def test_unknown_command_suggests_extension() -> None:
     """A mistyped name finds the commands of the core and of extensions. One of the core's is never another's."""
     assert "No such command 'enrgy'. Did you mean 'energy'?" in CliRunner().invoke(app, ["enrgy"]).output
     assert "Train a run to its end" in CliRunner().invoke(app, ["train", "--help"]).output
+
+
+def test_commands_are_grouped_with_examples() -> None:
+    """The core has at most 24 commands, each in one of five groups. The help of each command has examples that call it."""
+    core = get_command(app)
+    assert isinstance(core, TyperGroup)
+    assert len(core.commands) <= 24
+    listed: dict[str, Any] = dict(core.commands)
+    assert tuple(dict.fromkeys(each.rich_help_panel for each in listed.values())) == _GROUPS
+    commands = {**listed, **{name: load_command(name) for name in _OURS}}
+    for name, command in commands.items():
+        parts: dict[str, Any] = dict(command.commands) if isinstance(command, TyperGroup) else {"": command}
+        for part, each in parts.items():
+            assert f"$ dlac {name} {part}".rstrip() in each.epilog

@@ -164,18 +164,22 @@ def begin_tied(arena: Arena, spec: JobSpec, *, nested: bool) -> tuple[dict[str, 
 
 @pytest.mark.slow
 def test_exported_state_begins_a_run(arena: Arena) -> None:
-    """`dlac export-state` writes what `dlac adopt` takes. The digest of the file leads to the checkpoint."""
+    """`dlac checkpoint export-state` writes what `adopt` takes. The digest of the file leads to the checkpoint."""
     arena.table()
     spec = arena.spec("r", world_size=1, passes=1)
     dcp_folder(arena.home / "foreign")
     adopt_checkpoint(arena.lakehouse, spec, foreign_checkpoint(arena.home / "foreign"))
     weights = begin(arena, spec)
     out = arena.home / "state"
-    done = dlac_command("export-state", "r", str(out), "--spec", str(arena.home / "r.yaml"), home=arena.home)
+    done = dlac_command(
+        "checkpoint", "export-state", "r", str(out), "--spec", str(arena.home / "r.yaml"), home=arena.home
+    )
     assert done.returncode == 0, done.stderr
     (file,) = out.iterdir()
     assert checkpoint_of_file(arena.lakehouse, file)["checkpoint_id"] == arena.head("r")
-    again = dlac_command("export-state", "r", str(out), "--spec", str(arena.home / "r.yaml"), home=arena.home)
+    again = dlac_command(
+        "checkpoint", "export-state", "r", str(out), "--spec", str(arena.home / "r.yaml"), home=arena.home
+    )
     assert "expected a new or empty folder" in again.stderr
     other = arena.spec("r2", world_size=1, passes=1)
     adopt_checkpoint(arena.lakehouse, other, foreign_checkpoint(out))
@@ -371,7 +375,7 @@ def test_a_deepspeed_checkpoint_begins_a_run(arena: Arena) -> None:
     torchrun = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     subprocess.run([*torchrun, str(program), str(foreign)], env=environment, check=True, timeout=240)
-    adopted = dlac_command("adopt", str(path), str(foreign), home=arena.home)
+    adopted = dlac_command("checkpoint", "adopt", str(path), str(foreign), home=arena.home)
     assert adopted.returncode == 0, adopted.stderr
     launch = arena.launch(spec)
     assert launch.wait() == 0, launch.stderr
@@ -382,7 +386,7 @@ def test_a_deepspeed_checkpoint_begins_a_run(arena: Arena) -> None:
     assert root.adopted == str(foreign / "mine")
     assert head.step == 10
     assert audit_run(arena.lakehouse, "r").exact
-    again = dlac_command("adopt", str(path), str(foreign), home=arena.home)
+    again = dlac_command("checkpoint", "adopt", str(path), str(foreign), home=arena.home)
     assert again.returncode != 0
     assert "choose another name" in again.stderr
 

@@ -86,7 +86,7 @@ QUESTIONS: dict[str, Callable[[Lakehouse, Plan], Any]] = {
     "dlac audit": lambda lakehouse, _: audit_run(lakehouse, RUN),
     "dlac audit --explain": lambda lakehouse, _: explain_sql(lakehouse, RUN),
     "dlac sql": lambda lakehouse, _: counted(lakehouse),
-    "dlac pins": lambda lakehouse, _: list_pins(lakehouse),
+    "dlac table pins": lambda lakehouse, _: list_pins(lakehouse),
     "a plan": lambda lakehouse, plan: find_plan(lakehouse, plan.row.plan_id),
     "advances": lambda lakehouse, _: Ledger(lakehouse).rows(RUN, kinds=(AdvanceRow,)),
     "an export": lambda lakehouse, _: Ledger(lakehouse).export("d"),

@@ -57,10 +57,13 @@ def test_run_works_from_command_line(arena: Arena, here: Command) -> None:
     script = here("audit", "by-hand", "--explain", home=arena.home).stdout
     with duckdb.connect() as plain:
         assert plain.execute(script).fetchall()
-    done = {each["table"]: each for each in json.loads(here("upkeep", "--keep", "1", "--json", home=arena.home).stdout)}
+    done = {
+        each["table"]: each
+        for each in json.loads(here("ledger", "upkeep", "--keep", "1", "--json", home=arena.home).stdout)
+    }
     assert done["consumption"]["expired_snapshots"] > 0
     assert done["consumption"]["removed_files"] > 0
-    assert "consumption" in here("upkeep", home=arena.home).stdout
+    assert "consumption" in here("ledger", "upkeep", home=arena.home).stdout
     assert here("audit", "by-hand", home=arena.home).returncode == 0
     again = dlac("train", str(spec), home=arena.home)
     assert again.returncode == 82
@@ -127,7 +130,8 @@ def test_looking_where_no_lakehouse_is_creates_none(tmp_path: Path, here: Comman
 def test_the_demo_deletes_only_what_a_demo_made(tmp_path: Path) -> None:
     """A folder with something else in it is refused by name, and keeps it."""
     (tmp_path / "thesis.tex").touch()
-    done = dlac("demo", home=tmp_path)
+    command = [sys.executable, "-m", "examples.demo.main_job", "--home", str(tmp_path)]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
     assert done.returncode == 64
     assert str(tmp_path) in done.stderr + done.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
@@ -142,21 +146,6 @@ def test_an_earlier_demo_is_emptied(tmp_path: Path) -> None:
     assert [path.name for path in home.iterdir()] == [MARKER]
 
 
-def test_the_demo_without_dagster_names_the_extra(monkeypatch: pytest.MonkeyPatch, here: Command) -> None:
-    """Where Dagster is not installed, one error says how to install it."""
-    monkeypatch.setitem(sys.modules, "dagster", None)
-    done = here("demo")
-    assert done.returncode == 64
-    assert 'pip install "dlac-pipeline[dagster]"' in done.stderr
-
-
-@pytest.mark.soak
-def test_the_demo_explains_its_own_options() -> None:
-    """`dlac demo --help` is the demo's help."""
-    with Forked([str(DLAC), "demo", "--help"], stdout=subprocess.PIPE, text=True) as shown:
-        assert "--report" in shown.communicate()[0]
-
-
 def test_the_version_is_that_of_the_package(here: Command) -> None:
     """`dlac --version` prints it."""
     assert here("--version").stdout == f"dlac {version('dlac-pipeline')}\n"
@@ -165,19 +154,19 @@ def test_the_version_is_that_of_the_package(here: Command) -> None:
 def test_help_explains_every_command(here: Command) -> None:
     """`dlac --help` lists each command with a sentence."""
     shown = here("--help").stdout
-    for command in ("plan", "train", "recover", "status", "audit", "sql", "demo"):
+    for command in ("plan", "train", "recover", "status", "audit", "sql"):
         assert f" {command} " in shown
 
 
 @pytest.mark.soak
 def test_bar_appears_only_in_terminal(arena: Arena) -> None:
-    """`dlac verify` draws a bar on a terminal; a program that reads its standard error finds nothing there."""
+    """`dlac checkpoint verify` draws a bar on a terminal; a program that reads its standard error finds nothing there."""
     arena.table(appends=(300,))
     arena.train(arena.spec("r", world_size=1, passes=1, every_steps=5))
-    quiet = dlac("verify", "r", home=arena.home)
+    quiet = dlac("checkpoint", "verify", "r", home=arena.home)
     assert (quiet.returncode, quiet.stderr.strip()) == (0, "")
     mine, terminal = pty.openpty()
-    command = [str(DLAC), "verify", "r", "--home", str(arena.home)]
+    command = [str(DLAC), "checkpoint", "verify", "r", "--home", str(arena.home)]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=terminal, env={**os.environ, "TERM": "xterm"}
     ) as shown:
@@ -217,8 +206,8 @@ def test_output_is_whole_in_pipe(arena: Arena) -> None:
     narrow = in_terminal(80, "sql", wide, "--home", str(arena.home))
     assert narrow.count("x") == narrow.count("y") == 70
     assert all(name in narrow for name in ("first", "second"))
-    assert head in dlac("checkpoints", "r", home=arena.home).stdout
-    assert head in in_terminal(80, "checkpoints", "r", "--home", str(arena.home))
+    assert head in dlac("checkpoint", "list", "r", home=arena.home).stdout
+    assert head in in_terminal(80, "checkpoint", "list", "r", "--home", str(arena.home))
 
 
 @pytest.mark.parametrize("more", [(), pytest.param(("--json",), marks=pytest.mark.soak)])
@@ -234,8 +223,8 @@ def test_unwritable_output_is_one_line(arena: Arena, more: tuple[str, ...]) -> N
 
 
 def test_a_folder_is_no_file_of_weights(arena: Arena) -> None:
-    """`dlac identify` says so in a line."""
-    done = dlac("identify", str(arena.home), home=arena.home)
+    """`dlac checkpoint identify` says so in a line."""
+    done = dlac("checkpoint", "identify", str(arena.home), home=arena.home)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
 

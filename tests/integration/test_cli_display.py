@@ -6,7 +6,6 @@ import fcntl
 import json
 import os
 import pty
-import re
 import signal
 import struct
 import subprocess
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     from tests.integration.conftest import Command
 
 LONG = "team-nlp.llama-continual-pretraining-2026-11-23-with-a-very-long-name"
-GROUPS = ("Train", "Look", "Recover", "Branch", "Checkpoints", "Lakehouse")
 
 
 IN_TURN = """
@@ -85,7 +83,10 @@ def test_commands_fit_narrow_terminals(arena: Arena) -> None:
     """No line is longer than the terminal, no None is shown, and names are whole in a pipe."""
     some_runs(arena)
     arena.monkeypatch.setenv("DLAC_HOME", str(arena.home))
-    looks = {60: [("runs",), ("status", "young")], 80: [("pins",), ("checkpoints", "back"), ("status", LONG)]}
+    looks = {
+        60: [("runs",), ("status", "young")],
+        80: [("table", "pins"), ("checkpoint", "list", "back"), ("status", LONG)],
+    }
     for columns, commands in looks.items():
         for look, shown in zip(commands, at_width(columns, *commands), strict=True):
             assert shown.strip(), look
@@ -163,22 +164,22 @@ def test_watch_waits_for_starting_run(arena: Arena) -> None:
 @pytest.mark.parametrize(
     ("arguments", "kind"),
     [
-        (("verify", "r", "--step", "7"), "NoSuchCheckpoint"),
-        (("export", "r", "out.safetensors", "--step", "7"), "NoSuchCheckpoint"),
-        (("tag", "r", "best", "--step", "7"), "NoSuchCheckpoint"),
-        (("untag", "r", "best"), "NoSuchCheckpoint"),
+        (("checkpoint", "verify", "r", "--step", "7"), "NoSuchCheckpoint"),
+        (("checkpoint", "export", "r", "out.safetensors", "--step", "7"), "NoSuchCheckpoint"),
+        (("checkpoint", "tag", "r", "best", "--step", "7"), "NoSuchCheckpoint"),
+        (("checkpoint", "untag", "r", "best"), "NoSuchCheckpoint"),
         (("rewind", "r", "--to-step", "7"), "NoSuchCheckpoint"),
         (("rewind", "r", "--checkpoint", "none"), "NoSuchCheckpoint"),
         (("audit", "r", "--checkpoint", "7"), "NoSuchCheckpoint"),
         (("recover", "r"), "NoSuchJobSpec"),
-        (("verify", "nope"), "NoSuchRun"),
-        (("export", "nope", "out.safetensors"), "NoSuchRun"),
+        (("checkpoint", "verify", "nope"), "NoSuchRun"),
+        (("checkpoint", "export", "nope", "out.safetensors"), "NoSuchRun"),
         (("name", "nope", "best"), "NoSuchRun"),
-        (("untag", "nope", "best"), "NoSuchRun"),
+        (("checkpoint", "untag", "nope", "best"), "NoSuchRun"),
         (("rewind", "nope", "--to-step", "7"), "NoSuchRun"),
-        (("retire", "nope"), "NoSuchRun"),
+        (("checkpoint", "retire", "nope"), "NoSuchRun"),
         (("incidents", "nope"), "NoSuchRun"),
-        (("checkpoints", "nope"), "NoSuchRun"),
+        (("checkpoint", "list", "nope"), "NoSuchRun"),
     ],
 )
 def test_what_is_missing_is_named(runs_of_one: Arena, here: Command, arguments: tuple[str, ...], kind: str) -> None:
@@ -201,18 +202,6 @@ def runs_of_one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
         arena.table(appends=(300,))
         arena.train(arena.spec("r", world_size=1, passes=1, every_steps=4), until=9)
         yield arena
-
-
-def test_commands_are_grouped_with_examples(here: Command) -> None:
-    """Each command is in one of six groups, and its help ends with examples that call it."""
-    shown = here("--help").stdout
-    assert [group for group in GROUPS if f"─ {group} ─" in shown] == list(GROUPS)
-    assert "─ Commands ─" not in shown
-    names = re.findall(r"^│ ([a-z]+) ", shown, flags=re.MULTILINE)
-    assert len(names) >= 23
-    for name in set(names) - {"demo"}:
-        words = ("ledger", "rebuild") if name == "ledger" else (name,)
-        assert f"$ dlac {' '.join(words)}" in here(*words, "--help").stdout
 
 
 @pytest.mark.parametrize(

@@ -23,18 +23,18 @@ from tests.conftest import Arena
 
 _READS = (
     ("status", "r"),
-    ("checkpoints", "r"),
+    ("checkpoint", "list", "r"),
     ("audit", "r"),
     ("incidents",),
-    ("pins",),
+    ("table", "pins"),
     ("sql", "FROM checkpoints"),
-    ("upkeep",),
-    ("verify", "r"),
-    ("retire", "r"),
+    ("ledger", "upkeep"),
+    ("checkpoint", "verify", "r"),
+    ("checkpoint", "retire", "r"),
     ("recover", "r"),
     ("rehearse", "r"),
-    ("export", "r", "w.safetensors"),
-    ("tag", "r", "best"),
+    ("checkpoint", "export", "r", "w.safetensors"),
+    ("checkpoint", "tag", "r", "best"),
 )
 _SPEC = """\
 run = "r"
@@ -161,9 +161,9 @@ def test_lock_is_waited_for_while_committing(tmp_path: Path, caplog: pytest.LogC
         ("status", "r", "--json", "--watch"),
         ("audit", "r", "--json"),
         ("incidents", "--json"),
-        ("checkpoints", "r", "--json"),
+        ("checkpoint", "list", "r", "--json"),
         ("sql", "SELECT 'nan'::DOUBLE AS a, ['inf'::FLOAT] AS b", "--json"),
-        ("pins", "--json"),
+        ("table", "pins", "--json"),
     ],
 )
 def test_json_is_strict(
@@ -197,7 +197,14 @@ def test_unexpected_exception_is_one_line(
 
 
 @pytest.mark.parametrize(
-    "arguments", [("pins", "r"), ("pins", "nodots"), ("unpin", "nodots", "1"), ("unpin", ".", "1"), ("export", "r", "")]
+    "arguments",
+    [
+        ("table", "pins", "r"),
+        ("table", "pins", "nodots"),
+        ("table", "unpin", "nodots", "1"),
+        ("table", "unpin", ".", "1"),
+        ("checkpoint", "export", "r", ""),
+    ],
 )
 def test_odd_names_are_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]

@@ -236,19 +236,19 @@ def test_weights_load_into_the_bare_model(tmp_path: Path, model: Callable[[], An
 
 @pytest.mark.soak
 def test_the_command_line_exports_and_asks(arena: Arena) -> None:
-    """`dlac export` writes, `dlac identify` names the checkpoint; a file that nobody exported is refused."""
+    """`dlac checkpoint identify` names the checkpoint of an export, and refuses another file."""
     arena.table(appends=(320,))
     spec = arena.spec("r", world_size=1, passes=1)
     arena.train(spec)
     out = arena.home / "weights.safetensors"
-    made = dlac("export", "r", str(out), "--json", "--spec", str(arena.home / "r.yaml"), home=arena.home)
+    made = dlac("checkpoint", "export", "r", str(out), "--json", "--spec", str(arena.home / "r.yaml"), home=arena.home)
     assert made.returncode == 0, made.stderr
     said = json.loads(made.stdout)
-    asked = json.loads(dlac("identify", str(out), "--json", home=arena.home).stdout)
+    asked = json.loads(dlac("checkpoint", "identify", str(out), "--json", home=arena.home).stdout)
     assert (asked["checkpoint_id"], asked["digest"]) == (said["checkpoint_id"], said["digest"])
     assert asked["checkpoint_id"] == arena.head("r")
     stranger = arena.home / "stranger"
     stranger.write_bytes(b"not an export")
-    refused = dlac("identify", str(stranger), home=arena.home)
+    refused = dlac("checkpoint", "identify", str(stranger), home=arena.home)
     assert refused.returncode != 0
     assert "NoSuchCheckpoint" in refused.stderr

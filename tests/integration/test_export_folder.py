@@ -84,7 +84,7 @@ def test_pretrained_model_has_equal_logits(arena: Arena, kind: str, engine: str)
     path.write_text(json.dumps({**json.loads(path.read_text()), "dtype": "bfloat16"}))  # of the pretrained model
     (arena.home / "config" / "pytorch_model.bin").write_bytes(b"old weights")
     out = arena.home / "out" / "my-model"
-    arguments = ("export", "r", str(out), "--config", str(arena.home / "config"), "--json")
+    arguments = ("checkpoint", "export", "r", str(out), "--config", str(arena.home / "config"), "--json")
     done = dlac_command(*arguments, "--spec", str(arena.home / "r.yaml"), home=arena.home)
     assert done.returncode == 0, done.stderr
     made = json.loads(done.stdout)

@@ -144,7 +144,7 @@ def test_exports_of_two_checkpoints_are_refused(exported: Exported) -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_unsafe_files_claim_no_run(arena: Arena, here: Command) -> None:
-    """`dlac adopt` refuses files with code in them before it claims the run."""
+    """`dlac checkpoint adopt` refuses files with code in them before it claims the run."""
     arena.table(appends=(200,))
     folder = arena.home / "foreign"
     save(
@@ -153,7 +153,7 @@ def test_unsafe_files_claim_no_run(arena: Arena, here: Command) -> None:
         no_dist=True,
     )
     (arena.home / "job.yaml").write_text(yaml.safe_dump(small(arena, "d").model_dump()))
-    refused = here("adopt", str(arena.home / "job.yaml"), str(folder), home=arena.home)
+    refused = here("checkpoint", "adopt", str(arena.home / "job.yaml"), str(folder), home=arena.home)
     assert (refused.returncode, "was not loaded" in " ".join(refused.stderr.split())) == (74, True), refused.stderr
     assert arena.rows("d") == []
 
@@ -297,8 +297,8 @@ def test_malformed_certificate_is_refused(arena: Arena, change: dict[str, Any]) 
 def test_deep_certificate_is_refused(tmp_path: Path, here: Command) -> None:
     """A file of a hundred thousand lists ends in one line of error."""
     (tmp_path / "deep.json").write_text("[" * 100_000)
-    refused = here("verify-certificate", str(tmp_path / "deep.json"), "--key", str(make_key(tmp_path / "key.pem")))
-    assert (refused.returncode, "expected a certificate of `dlac forget`" in refused.stderr) == (64, True)
+    refused = here("forget", "verify", str(tmp_path / "deep.json"), "--key", str(make_key(tmp_path / "key.pem")))
+    assert (refused.returncode, "expected a certificate of `dlac forget rows`" in refused.stderr) == (64, True)
 
 
 def test_expired_row_is_found_by_key(arena: Arena) -> None:
@@ -314,7 +314,7 @@ def test_expired_row_is_found_by_key(arena: Arena) -> None:
     erasure = Erasure(arena, [f"row_id = {steps[5][0]}"], spec)
     plan = erasure.plan()
     assert (plan["rows"]["count"], plan["runs"][0]["first_affected_step"]) == (1, 6)
-    assert "dlac retire r --whole-run, and repeat this" in erasure.execute()[0]
+    assert "dlac checkpoint retire r --whole-run, and repeat this" in erasure.execute()[0]
     retire_left(Ledger(arena.lakehouse), "r", whole=True)
     erasure.execute()
     document, _ = erasure.certify()

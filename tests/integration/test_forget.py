@@ -414,17 +414,17 @@ def test_commands_forget_and_verify(arena: Arena, here: Command, tmp_path: Path)
     row = arena.train(spec)[5][0]
     (arena.home / "job.yaml").write_text(spec.model_dump_json())
     common = ("src.t", "--where", f"row_id = {row}", "--spec", str(arena.home / "job.yaml"))
-    plan = json.loads(here("forget", *common, "--json", home=arena.home).stdout)
+    plan = json.loads(here("forget", "rows", *common, "--json", home=arena.home).stdout)
     assert plan["runs"][0]["clean_step"] == 4
-    assert "steps to replay" in here("forget", *common, home=arena.home).stdout
+    assert "steps to replay" in here("forget", "rows", *common, home=arena.home).stdout
     key, certificate = tmp_path / "key.pem", tmp_path / "certificate.json"
     make_key(key)
-    done = here("forget", *common, "--execute", home=arena.home)
+    done = here("forget", "rows", *common, "--execute", home=arena.home)
     assert "dlac recover r" in done.stdout, done.stderr
     arena.train(spec)
-    made = here("forget", *common, "--certify", str(certificate), str(key), home=arena.home)
+    made = here("forget", "rows", *common, "--certify", str(certificate), str(key), home=arena.home)
     assert made.returncode == 0, made.stderr
-    check = ("verify-certificate", str(certificate), "--key", str(tmp_path / "key.pub.pem"), *common[3:])
+    check = ("forget", "verify", str(certificate), "--key", str(tmp_path / "key.pub.pem"), *common[3:])
     verified = here(*check, home=arena.home)
     assert (verified.returncode, verified.stdout.splitlines()[-1]) == (0, "the lakehouse is as certified")
     certificate.write_text(certificate.read_text().replace('"head_step": 7', '"head_step": 8'))

@@ -149,7 +149,7 @@ def test_partition_keys_are_left_out(folder: Path, here: Command) -> None:
 
 def test_project_has_expected_files(folder: Path, here: Command) -> None:
     """The project of a table in the lakehouse has these files, and the instance's settings of this repository's own."""
-    here("register", "demo.points", "numbers")
+    here("table", "register", "demo.points", "numbers")
     made = here("init", "demo.points", "--run", "my-run", "--into", "project", "--home", ".dlac")
     project = folder / "project"
     assert made.returncode == 0, made.stderr
@@ -303,9 +303,9 @@ def test_lakehouse_is_found_from_below(folder: Path, here: Command, monkeypatch:
     [
         "train job.toml",
         "plan job.toml",
-        "register points numbers",
-        "register lake.points nothing",
-        "register lake.points numbers --dry-run",
+        "table register points numbers",
+        "table register lake.points nothing",
+        "table register lake.points numbers --dry-run",
         "init empty --into project",
         "chaos job.toml --kill rank@step=3 --steps 9",
         "fork a --as b --spec job.toml",

@@ -37,7 +37,7 @@ class Forked:
         """Export the head of a run, and write its passport. Return the file, and the output of the second command."""
         out = self.arena.home.parent / name
         spec = str(self.arena.home / f"{run}.yaml")
-        done = self.here("export", run, str(out), "--spec", spec, home=self.arena.home)
+        done = self.here("checkpoint", "export", run, str(out), "--spec", spec, home=self.arena.home)
         assert done.returncode == 0, done.stderr
         written = self.here("passport", "write", str(out), "--json", home=self.arena.home)
         return out, json.loads(written.stdout) if written.returncode == 0 else written.stderr

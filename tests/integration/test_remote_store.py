@@ -73,7 +73,7 @@ def test_damage_in_the_bucket_is_found(arena: Arena, store: ObjectStore) -> None
         stream.write(b"something else")
     store.files.delete_file(second)
     path = arena.home / "r1.yaml"
-    done = dlac_command("verify", "r1", "--spec", str(path), home=arena.home)
+    done = dlac_command("checkpoint", "verify", "r1", "--spec", str(path), home=arena.home)
     assert done.returncode == 1
     assert f"bytes in 's3://{first}', found 14" in done.stdout
     assert f"'s3://{second}' of a committed checkpoint, found none" in done.stdout
@@ -172,5 +172,5 @@ def test_verify_finds_store_of_run(arena: Arena, store: ObjectStore) -> None:
     """Endpoint and credentials stand in the spec that the run was launched with, not in the lakehouse."""
     spec = remote(arena, store)
     assert arena.launch(spec).wait() == 0
-    done = dlac_command("verify", "r1", home=arena.home)
+    done = dlac_command("checkpoint", "verify", "r1", home=arena.home)
     assert (done.returncode, done.stdout.splitlines()[0]) == (0, "step 15: whole"), done.stdout

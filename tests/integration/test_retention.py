@@ -197,10 +197,10 @@ def test_unrelated_checkpoints_are_retired(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_the_command_line_lists_and_verifies(arena: Arena) -> None:
-    """`dlac checkpoints` says what is there; `dlac verify` names the file that is not what was committed."""
+    """`dlac checkpoint list` says what is there; `dlac checkpoint verify` names the file that is not what was committed."""
     arena.table(appends=(500,))
     arena.train(arena.spec("r", world_size=1, passes=1, every_steps=5, keep_last=2))
-    listed = json.loads(dlac("checkpoints", "r", "--json", home=arena.home).stdout)
+    listed = json.loads(dlac("checkpoint", "list", "r", "--json", home=arena.home).stdout)
     assert [(each["step"], each["state"]) for each in listed] == [
         (5, "retired"),
         (10, "retired"),
@@ -209,20 +209,20 @@ def test_the_command_line_lists_and_verifies(arena: Arena) -> None:
     ]
     assert all(each["bytes"] > 1000 for each in listed)
     assert [each["verified_at"] for each in listed] == [None] * 4
-    shown = dlac("checkpoints", "r", home=arena.home)
+    shown = dlac("checkpoint", "list", "r", home=arena.home)
     assert shown.returncode == 0
     assert "retired" in shown.stdout
-    whole = dlac("verify", "r", home=arena.home)
+    whole = dlac("checkpoint", "verify", "r", home=arena.home)
     assert (whole.returncode, whole.stdout.splitlines()) == (0, ["step 16: whole", "step 15: whole"])
     file = path_at(listed[-1]["folder"]) / "torch-state.pt"
     content = bytearray(file.read_bytes())
     content[100] ^= 1  # a single flipped bit
     file.write_bytes(content)
-    damaged = dlac("verify", "r", home=arena.home)
+    damaged = dlac("checkpoint", "verify", "r", home=arena.home)
     assert damaged.returncode == 1
     assert f"step 16: expected {file.as_uri()!r} to have digest" in damaged.stdout
     assert "step 15: whole" in damaged.stdout
-    assert dlac("verify", "r", "--step", "15", home=arena.home).returncode == 0
+    assert dlac("checkpoint", "verify", "r", "--step", "15", home=arena.home).returncode == 0
     first, *_, last = arena.rows("r", VerifyRow)
     verified = [each.verified_at for each in list_checkpoints(arena.lakehouse, "r")]
     assert verified == [None, None, last.committed_at, first.committed_at]
@@ -243,7 +243,7 @@ def test_store_outage_is_not_damage(arena: Arena) -> None:
     kept = store.rename(store.with_name("away"))
     with pytest.raises(StoreUnavailable, match="mount the store"):
         next(verdicts)
-    assert dlac("verify", "r", home=arena.home).returncode == StoreUnavailable.exit_code
+    assert dlac("checkpoint", "verify", "r", home=arena.home).returncode == StoreUnavailable.exit_code
     assert arena.rows("r", VerifyRow) == []
     kept.rename(store)
     assert [each.problem for each in verify_checkpoints(arena.lakehouse, "r")] == [None] * 4
@@ -267,7 +267,7 @@ def two_attempts(arena: Arena) -> JobSpec:
 
 @pytest.mark.soak
 def test_removed_attempt_folder_is_not_lost_store(arena: Arena) -> None:
-    """`dlac verify` beside a live run leaves out what that retires meanwhile, the last one of its attempt as well."""
+    """`dlac checkpoint verify` beside a live run leaves out what that retires meanwhile, the last one of its attempt as well."""
     spec = two_attempts(arena)
     verdicts = verify_checkpoints(arena.lakehouse, "r")
     assert next(verdicts).checkpoint.step == 20
@@ -336,12 +336,12 @@ def test_names_are_refused_where_they_would_mislead(arena: Arena) -> None:
     ledger = Ledger(arena.lakehouse)
     with pytest.raises(NoSuchCheckpoint, match=r"at step 20 that is kept, found those of steps \[60, 63\]"):
         name_checkpoint(ledger, "r", "early", step=20)
-    named = dlac("tag", "r", "best", "--step", "60", home=arena.home)
+    named = dlac("checkpoint", "tag", "r", "best", "--step", "60", home=arena.home)
     assert "is tagged best" in named.stdout
     assert name_checkpoint(ledger, "r", "best", step=60) in named.stdout  # again: nothing to do
     with pytest.raises(SpecInvalid, match="'best' to tag no checkpoint"):
         name_checkpoint(ledger, "r", "best")
-    assert dlac("untag", "r", "best", home=arena.home).returncode == 0
+    assert dlac("checkpoint", "untag", "r", "best", home=arena.home).returncode == 0
     with pytest.raises(NoSuchCheckpoint, match=r"with tag 'best', found the tags \[\]"):
         unname_checkpoint(ledger, "r", "best")
     with pytest.raises(RunFinished):

@@ -375,7 +375,7 @@ def test_mixture_excludes_named_source_rows(arena: Arena) -> None:
 
 @pytest.mark.soak
 def test_abandoned_checkpoints_stay_until_retired(arena: Arena) -> None:
-    """The target ages with its new branch; what is left stays, is listed, and `dlac retire` lets go of it and its files."""
+    """The target ages with its new branch. Checkpoints that are left stay until `dlac checkpoint retire` removes them."""
     arena.table()
     spec = arena.spec("r", world_size=1, passes=1, keep_last=2)
     arena.train(spec, until=55)
@@ -393,7 +393,7 @@ def test_abandoned_checkpoints_stay_until_retired(arena: Arena) -> None:
     assert folder_of(row.manifest_uri).is_dir()
     with pytest.raises(SpecInvalid, match="on an abandoned branch and without a name, found '60'"):
         retire_left(Ledger(arena.lakehouse), "r", "60")
-    said = dlac("retire", "r", "--spec", str(arena.home / "r.yaml"), home=arena.home)
+    said = dlac("checkpoint", "retire", "r", "--spec", str(arena.home / "r.yaml"), home=arena.home)
     assert f"retired {left} (step 50)" in said.stdout
     assert retire_left(Ledger(arena.lakehouse), "r") == []
     assert not folder_of(row.manifest_uri).exists()

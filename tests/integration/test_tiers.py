@@ -61,7 +61,7 @@ def file_of(folder: Path, step: int, name: str = "torch-state.pt") -> Path:
 
 
 def test_store_has_all_and_local_newest(arena: Arena, spec: JobSpec) -> None:
-    """Copies of the newest two stay here; `dlac checkpoints` says which; logs and locks lie here alone."""
+    """Copies of the newest two stay here; `dlac checkpoint list` says which; logs and locks lie here alone."""
     arena.train(spec)
     near, far = arena.home / "near", arena.home / "far"
     assert steps(far) == [5, 10, 15]
@@ -76,7 +76,7 @@ def test_store_has_all_and_local_newest(arena: Arena, spec: JobSpec) -> None:
     mark = f"committed-{Ledger(arena.lakehouse).table_uuid}.json"
     assert {path.name for path in (far / "r1").iterdir()} == {".dlac", "attempt-0001", mark}
     assert not list(arena.home.rglob("*.tmp-*"))
-    listed = json.loads(dlac("checkpoints", "r1", "--json", home=arena.home).stdout)
+    listed = json.loads(dlac("checkpoint", "list", "r1", "--json", home=arena.home).stdout)
     assert [each["tiers"] for each in listed] == [["store"], ["local", "store"], ["local", "store"]]
 
 
@@ -135,7 +135,7 @@ def test_shared_local_folder_is_mended_once(arena: Arena, spec: JobSpec, monkeyp
 
 
 def test_a_whole_local_copy_needs_no_store(arena: Arena, spec: JobSpec) -> None:
-    """With the store's copy damaged, a restart here loads its own; `dlac verify` names what is damaged."""
+    """With the store's copy damaged, a restart here loads its own; `dlac checkpoint verify` names what is damaged."""
     arena.train(spec, until=8)
     damaged = file_of(arena.home / "far", 5)
     flip(damaged)

@@ -85,10 +85,10 @@ def _train_launched(arena: Arena) -> None:
     job.write_text(yaml.safe_dump(spec.model_dump()))
     commands = (
         ("name", "launched", "first", "--step", "5"),
-        ("export", "launched", str(arena.home / "weights.safetensors"), "--step", "10"),
+        ("checkpoint", "export", "launched", str(arena.home / "weights.safetensors"), "--step", "10"),
         ("fork", "launched", "--as", "forked", "--spec", str(job), "--step", "10"),
         ("rewind", "launched", "--to-step", "15", "--exclude", "row_id >= 390", "--why", "wrong rows"),
-        ("verify", "launched"),
+        ("checkpoint", "verify", "launched"),
     )
     for command in commands:
         done = dlac(*command, home=arena.home)

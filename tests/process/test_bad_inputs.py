@@ -41,10 +41,10 @@ def prepare(arena: Arena) -> Made:
     (folder / "spec.json").write_bytes(spec)
     weights, job = made / "weights.safetensors", arena.home / f"{FINISHED}.yaml"
     for arguments in (
-        ["export", FINISHED, weights, "--spec", job],
+        ["checkpoint", "export", FINISHED, weights, "--spec", job],
         ["passport", "write", weights],
         ["audit", FINISHED, "--record", made / "record"],
-        ["new-key", made / "key.pem"],
+        ["forget", "new-key", made / "key.pem"],
     ):
         app(list(map(str, arguments)), standalone_mode=False)
     return Made(

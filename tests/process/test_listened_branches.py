@@ -110,7 +110,7 @@ def branched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Branched]:
         assert done.returncode == 0, done.stderr
         after_rewind = read_events(folder / "events.jsonl")
         arena.train(spec)
-        done = dlac("retire", "r", "--checkpoint", "63", "--spec", job, home=arena.home)
+        done = dlac("checkpoint", "retire", "r", "--checkpoint", "63", "--spec", job, home=arena.home)
         assert done.returncode == 0, done.stderr
         fork_run(arena.lakehouse, spec.model_copy(update={"run": "child"}), "r", step=20)
         yield Branched(arena=arena, spec=spec, receiver=receiver, folder=folder, after_rewind=after_rewind)

@@ -119,14 +119,14 @@ COMMANDS = [
     ["status", "RUN", "--spec", "SPEC"],
     ["audit", "RUN"],
     ["audit", "RUN", "--explain"],
-    ["checkpoints", "RUN"],
+    ["checkpoint", "list", "RUN"],
     ["incidents", "RUN"],
     ["rehearse", "RUN", "--spec", "SPEC"],
-    ["verify", "RUN", "--spec", "SPEC"],
-    ["export", "RUN", "w.safetensors", "--spec", "SPEC"],
-    ["tag", "RUN", "good", "--spec", "SPEC"],
-    ["untag", "RUN", "good", "--spec", "SPEC"],
-    ["retire", "RUN", "--spec", "SPEC"],
+    ["checkpoint", "verify", "RUN", "--spec", "SPEC"],
+    ["checkpoint", "export", "RUN", "w.safetensors", "--spec", "SPEC"],
+    ["checkpoint", "tag", "RUN", "good", "--spec", "SPEC"],
+    ["checkpoint", "untag", "RUN", "good", "--spec", "SPEC"],
+    ["checkpoint", "retire", "RUN", "--spec", "SPEC"],
     ["rewind", "RUN", "--to-step", "1", "--spec", "SPEC"],
     ["fork", "RUN", "--as", "new", "--spec", "SPEC"],
 ]
@@ -172,5 +172,5 @@ def test_fork_begins_no_bad_run(arena: Arena, new: str) -> None:
 def test_tag_command_refuses_pins(arena: Arena) -> None:
     """An operator cannot give a checkpoint a name of DLAC's own pins."""
     with pytest.raises(SpecInvalid, match="fork:"):
-        app(["tag", "r", "fork:b:1", "--home", str(arena.home)], standalone_mode=False)
+        app(["checkpoint", "tag", "r", "fork:b:1", "--home", str(arena.home)], standalone_mode=False)
     assert Path(arena.home).is_dir()

@@ -82,21 +82,30 @@ def bounds(option: Any) -> tuple[str, str]:
     return str(option.min), str(option.max)
 
 
+def commands_of(command: Any, *words: str) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield the words that name each command, and the command."""
+    if not isinstance(command, TyperGroup):
+        yield words, command
+        return
+    for name, each in command.commands.items():
+        yield from commands_of(each, *words, name)
+
+
 def test_every_option_is_bounded() -> None:
     """Each numeric option of the command line has bounds, or is a setting. Values outside are refused."""
     runner, command = CliRunner(), get_command(app)
     assert isinstance(command, TyperGroup)
     found = 0
-    extensions = {name: load_command(name) for name in COMMANDS.points()}
-    for name, each in {**command.commands, **extensions}.items():
+    command.commands.update({name: load_command(name) for name in COMMANDS.points()})
+    for words, each in commands_of(command):
         for option in each.params:
             if kind(option) not in (int, float) or option.name in LOOKED_UP | set(LaunchSpec.model_fields):
                 continue
             found += 1
             for value in ("inf", "nan", "1e308", str(10**30), "-1"):
                 needed = ["x" for one in each.params if one.param_type_name == "argument"]
-                result = runner.invoke(app, [name, *needed, f"{option.opts[0]}={value}"])
-                assert result.exit_code == 2, (name, option.name, value, result.output, result.exception)
+                result = runner.invoke(app, [*words, *needed, f"{option.opts[0]}={value}"])
+                assert result.exit_code == 2, (words, option.name, value, result.output, result.exception)
                 assert f"--{str(option.name).replace('_', '-')}" in result.output
                 problems = (value, *bounds(option), "valid integer")
                 assert any(each in result.output for each in problems), result.output

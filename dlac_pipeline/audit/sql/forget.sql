@@ -184,7 +184,7 @@ SELECT
     CASE WHEN action = 'rewind' THEN clean_step END AS clean_step,
     CASE
         WHEN action = 'fork again' THEN format(
-            'dlac fork {} --checkpoint {} --as NEW --spec JOB.toml, this command with --execute, dlac retire {} --whole-run',
+            'dlac fork {} --checkpoint {} --as NEW --spec JOB.toml, this command with --execute, dlac checkpoint retire {} --whole-run',
             forked_run,
             coalesce((
                 SELECT arg_max(p.checkpoint_id, p.seq)
@@ -193,7 +193,7 @@ SELECT
             ), '(none yet)'),
             c.run)
         WHEN action = 'begin again' AND restorable THEN
-            format('dlac train with another name and the filters in exclude, dlac retire {} --whole-run', c.run)
+            format('dlac train with another name and the filters in exclude, dlac checkpoint retire {} --whole-run', c.run)
         WHEN action = 'begin again' THEN 'write the filters into exclude of its job file, '
             || 'train it to a checkpoint by dlac train --new-leg, and repeat this'
     END AS commands,
@@ -245,13 +245,13 @@ UNION ALL
 SELECT run, 'expected the rows to be excluded, found that the next steps would read them'
 FROM forget_readers
 UNION ALL
-SELECT l.run, format('expected all {} appends in the ledger, found {}: run dlac ledger rebuild, or dlac retire {} --whole-run',
+SELECT l.run, format('expected all {} appends in the ledger, found {}: run dlac ledger rebuild, or dlac checkpoint retire {} --whole-run',
     l.last_seq, l.found, l.run)
 FROM lost_appends AS l
 WHERE l.run NOT IN (SELECT run FROM forget_checkpoints GROUP BY run HAVING NOT bool_or(restorable))
 UNION ALL
 SELECT run, format('expected checkpoint {} of run {} in the ledger, from which it was forked, found none: run dlac ledger rebuild, '
-    || 'or dlac retire {} --whole-run', any_value(forked_from), any_value(forked_run), run)
+    || 'or dlac checkpoint retire {} --whole-run', any_value(forked_from), any_value(forked_run), run)
 FROM forget_checkpoints
 WHERE forked_from IS NOT NULL AND forked_from NOT IN (SELECT checkpoint_id FROM forget_checkpoints)
 GROUP BY run

@@ -58,7 +58,7 @@ def state_of(engine: str, folder: Path, *, scratch: Path) -> Weights:
         if values:
             raise CheckpointError(
                 f"expected tensors only in the state of model and optimizer, found {len(values)} plain values, such as "
-                f"{values[0]!r}, which safetensors cannot contain: export its weights with dlac export"
+                f"{values[0]!r}, which safetensors cannot contain: export its weights with dlac checkpoint export"
             )
         optimizer = whole_tensors(folder, "optimizer")
     elif engine == DeepSpeedState.name and list((folder / DeepSpeedState.TAG).glob("*_optim_states.pt")):
@@ -67,7 +67,7 @@ def state_of(engine: str, folder: Path, *, scratch: Path) -> Weights:
     else:
         raise CheckpointError(
             f"expected a checkpoint of DistributedState or of DeepSpeed at ZeRO 1 to 3, found one of {engine!r}, whose optimizer "
-            "does not know the names of parameters: export its weights with dlac export"
+            "does not know the names of parameters: export its weights with dlac checkpoint export"
         )
     parts = {"model": model, "optimizer": optimizer}
     return {f"{part}.{name}": tensor for part, tensors in parts.items() for name, tensor in tensors.items()}

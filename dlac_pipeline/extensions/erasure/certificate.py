@@ -85,7 +85,7 @@ def read_document(file: Path) -> Any:
         document = json.loads(file.read_text())
         _canonical(document)
     except (OSError, ValueError, RecursionError) as err:
-        raise SpecInvalid(f"expected a certificate of `dlac forget`, found {str(file)!r}: {err}") from err
+        raise SpecInvalid(f"expected a certificate of `dlac forget rows`, found {str(file)!r}: {err}") from err
     return document
 
 
@@ -134,7 +134,7 @@ def contradictions(lakehouse: Lakehouse, plan: ForgetPlan, spec_of: SpecOf) -> l
         left = {folder for folder in gone if files.children(folder)}
         left.update(LeftWeights(lakehouse, spec, affected).find() if spec else ())
         found += [
-            f"run {name}: expected no weights in {place}, found some: run dlac forget with --execute, or remove it"
+            f"run {name}: expected no weights in {place}, found some: run dlac forget rows with --execute, or remove it"
             for place in sorted(left)
         ]
     return found
@@ -172,11 +172,13 @@ def _check_fields(certificate: Any) -> Moment:
         json.dumps(certificate, ensure_ascii=False).encode()
     except (KeyError, TypeError, ValueError, AttributeError) as err:
         raise SpecInvalid(
-            f"expected the fields of a certificate of `dlac forget`, found {err!r}: ask its signer"
+            f"expected the fields of a certificate of `dlac forget rows`, found {err!r}: ask its signer"
         ) from err
     if wrong or certificate["format_version"] != _FORMAT_VERSION or at.tzinfo is None:
         wrong = wrong or ["format_version or certified_at"]
-        raise SpecInvalid(f"expected the fields of a certificate of `dlac forget`, found {wrong!r}: ask its signer")
+        raise SpecInvalid(
+            f"expected the fields of a certificate of `dlac forget rows`, found {wrong!r}: ask its signer"
+        )
     return Moment(at=at, seqs=seqs)
 
 
@@ -191,7 +193,7 @@ def _differing(certificate: Mapping[str, Any], now: Mapping[str, Any]) -> list[s
     if wanted.keys() != runs.keys():
         found.append(f"expected in the certificate the runs {sorted(wanted)!r}, found {sorted(runs)!r}")
     for name in sorted(wanted.keys() & runs.keys()):
-        # `erase-traces` empties the losses
+        # `dlac forget traces` empties the losses
         erased = {"losses_of_checkpoints"} if wanted[name]["losses_of_checkpoints"] is None else set()
         found += _unequal(f"run {name}", runs[name], wanted[name], but=erased)
     found += _unequal("rows", certificate["rows"], now["rows"])
@@ -276,5 +278,7 @@ def _key_in(path: Path, kind: Any) -> Any:
         key = pem.load_pem_private_key(content, None) if kind is Ed25519PrivateKey else pem.load_pem_public_key(content)
         assert isinstance(key, kind), f"a {type(key).__name__}"
     except (OSError, ValueError, TypeError, AssertionError) as err:
-        raise SpecInvalid(f"expected an Ed25519 key in {str(path)!r}, found {err}: see `dlac new-key --help`") from err
+        raise SpecInvalid(
+            f"expected an Ed25519 key in {str(path)!r}, found {err}: see `dlac forget new-key --help`"
+        ) from err
     return key

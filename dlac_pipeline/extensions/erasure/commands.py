@@ -15,16 +15,19 @@ if TYPE_CHECKING:
     from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
     from dlac_pipeline.spec.job_spec import JobSpec
 
-PANEL = "Lakehouse"
+PANEL = "Audit"
+forget = typer.Typer(help="Remove rows from all models, and certify it.", no_args_is_help=True)
 Specs = Annotated[list[Path] | None, Option("--spec", help="Job spec of a run from another node. Can be repeated.")]
 
 
-@ui.extension_command(
-    'dlac forget lake.docs --where "doc_id = 4711"',
-    'dlac forget lake.docs --where "doc_id = 4711" --execute',
-    'dlac forget lake.docs --where "doc_id = 4711" --certify certificate.json key.pem',
+@ui.command(
+    forget,
+    None,
+    'dlac forget rows lake.docs --where "doc_id = 4711"',
+    'dlac forget rows lake.docs --where "doc_id = 4711" --execute',
+    'dlac forget rows lake.docs --where "doc_id = 4711" --certify certificate.json key.pem',
 )
-def forget(
+def rows(
     table: Annotated[str, Argument(help="Table with the rows.")],
     where: Annotated[list[str], Option(help='Rows to forget, e.g. "doc_id = 4711". The option can be repeated.')],
     execute: Annotated[bool, Option("--execute", help="Rewind the runs, and retire affected checkpoints.")] = False,
@@ -65,10 +68,10 @@ def _show(plan: "ForgetPlan", done: list[str]) -> None:
     ui.show_text("\n".join(plan["problems"] or ["the rows are forgotten"]))
 
 
-@ui.extension_command('dlac erase-traces lake.docs --where "doc_id = 4711"')
-def erase(
+@ui.command(forget, None, 'dlac forget traces lake.docs --where "doc_id = 4711"')
+def traces(
     table: Annotated[str, Argument(help="Table with the rows.")],
-    where: Annotated[list[str], Option(help="Filters of a request to `dlac forget` that is met.")],
+    where: Annotated[list[str], Option(help="Filters of a request to `dlac forget rows` that is met.")],
     spec: Specs = None,
     home: ui.Home = None,
 ) -> None:
@@ -80,7 +83,7 @@ def erase(
     ui.show_text("\n".join(done or ["no traces are left"]))
 
 
-@ui.extension_command("dlac new-key key.pem")
+@ui.command(forget, None, "dlac forget new-key key.pem")
 def new_key(key: Annotated[Path, Argument(help="New file for the private key.")]) -> None:
     """Make a key that signs certificates, and the public key that checks them, in the same folder."""
     from dlac_pipeline.extensions.erasure.certificate import make_key
@@ -88,9 +91,9 @@ def new_key(key: Annotated[Path, Argument(help="New file for the private key.")]
     ui.show_text(f"certificates that {key} signs are checked with {make_key(key)}")
 
 
-@ui.extension_command("dlac verify-certificate certificate.json --key key.pub.pem")
-def verify_certificate(
-    file: Annotated[Path, Argument(help="Certificate of `dlac forget`.")],
+@ui.command(forget, None, "dlac forget verify certificate.json --key key.pub.pem")
+def verify(
+    file: Annotated[Path, Argument(help="Certificate of `dlac forget rows`.")],
     key: Annotated[Path, Option(help="Public key of its signer.")],
     spec: Specs = None,
     home: ui.Home = None,

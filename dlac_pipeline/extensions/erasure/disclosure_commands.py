@@ -12,11 +12,13 @@ from typer import Argument, Option
 from dlac_pipeline.cli import shared as ui
 from dlac_pipeline.lakehouse.errors import NoSuchLakehouse, SpecInvalid
 
-PANEL = "Look"
+PANEL = "Audit"
 passport = typer.Typer(
     help="Passports of exported weights, which answer whether a document was trained on.", no_args_is_help=True
 )
-_Export = Annotated[Path, Argument(help="File or folder that `dlac export` wrote, or a copy of it.", exists=True)]
+_Export = Annotated[
+    Path, Argument(help="File or folder that `dlac checkpoint export` wrote, or a copy of it.", exists=True)
+]
 
 
 @ui.extension_command(

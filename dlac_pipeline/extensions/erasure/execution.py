@@ -58,7 +58,7 @@ def _rewind(lakehouse: Lakehouse, plan: ForgetPlan, run: dict[str, Any], spec_of
     except (PinLost, EmptyPlan, AppendHistoryLost) as err:
         return (
             f"run {name} cannot be rewound: {err}; train another run without the rows, if it is needed, run "
-            f"dlac retire {name} --whole-run, and repeat this"
+            f"dlac checkpoint retire {name} --whole-run, and repeat this"
         )
     return f"run {name} is rewound to step {run['clean_step']} without the rows: resume it with `dlac recover {name}`"
 

@@ -10,7 +10,7 @@ LIMITS = (
     "differently.",
     "In packed sequences, later documents have other positions and neighbors than with the rows.",
     "The rows in the source table are not deleted, nor are its older snapshots.",
-    "The ledger keeps traces: the filters in rewinds, plans and legs, and until dlac erase-traces, digests of keys of the rows "
+    "The ledger keeps traces: the filters in rewinds, plans and legs, and until dlac forget traces, digests of keys of the rows "
     "and the losses of the steps with them.",
     "Exports and passports are not deleted. Each run lists those that DLAC made. Copies of them are not known.",
     "Backups of the catalog, the warehouse or a checkpoint store, copies of checkpoints outside of the stores, and deleted "

@@ -176,8 +176,8 @@ def _newest_with_successor(ledger: Ledger, run: str, count: int) -> ReplayStart:
         successor = parent
     raise NothingToRehearse(
         f"expected a checkpoint of run {run!r} that is kept and has a committed successor with recorded losses, found none among "
-        f"{lineage} on its lineage: keep two or more (checkpoint.keep_last = 2, or 0 for all), or tag one (`dlac tag {run} "
-        "NAME --step N`) before the next is committed"
+        f"{lineage} on its lineage: keep two or more (checkpoint.keep_last = 2, or 0 for all), or tag one (`dlac checkpoint "
+        f"tag {run} NAME --step N`) before the next is committed"
     )
 
 

@@ -138,7 +138,8 @@ def _start_before(lakehouse: Lakehouse, run: str, found: CommittedStep) -> Repla
     elif leg.start_step or not steps.begins_itself:
         raise NothingToRehearse(
             f"expected a checkpoint of run {run!r} of steps {leg.start_step} to {found.step - 1} that is kept, found none: keep "
-            f"more (checkpoint.keep_last, 0 for all), or tag one (`dlac tag {run} NAME --step N`) before the next is committed"
+            f"more (checkpoint.keep_last, 0 for all), or tag one (`dlac checkpoint tag {run} NAME --step N`) before the next is "
+            "committed"
         )
     return ReplayStart(rows=steps.rows, checkpoint=start, successor=found.checkpoint, leg=leg, last=found.step)
 

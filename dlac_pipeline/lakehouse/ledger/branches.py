@@ -18,7 +18,7 @@ from dlac_pipeline.lakehouse.ledger.typed_rows import (
 )
 
 FORGET_REASON = "forget: "
-"""Beginning of the reason of a rewind that `dlac forget` makes. The id of the request follows."""
+"""Beginning of the reason of a rewind that `dlac forget rows` makes. The id of the request follows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,7 +155,7 @@ def retire_left(
                 raise SpecInvalid(
                     f"expected a checkpoint of run {run!r} on an abandoned branch and without a name, found {checkpoint!r}; "
                     f"there are {sorted(abandoned)!r}: on the surviving lineage set checkpoint.keep_last, and remove a name "
-                    "with `dlac untag`"
+                    "with `dlac checkpoint untag`"
                 ) from err
             abandoned = {row.checkpoint_id: row}
         gone = list(abandoned.values())

@@ -135,7 +135,7 @@ def name_checkpoint(
         if holder is not None:
             raise errors.SpecInvalid(
                 f"expected {name!r} to tag no checkpoint of run {run!r}, found it tags {holder!r}: choose another tag, or "
-                "remove this one with `dlac untag`"
+                "remove this one with `dlac checkpoint untag`"
             )
         return beside(state, [typed_rows.NameRow(checkpoint_id=named, name=name)])
 

@@ -165,7 +165,7 @@ def _write_entries(table: Table, appends: Sequence[pa.Table], newest: bool) -> N
         address = journal_address(table)
         if address not in _WARNED:
             _log.warning(
-                "expected to write the journal %s, found %r: the append is committed, and the next claim or `dlac upkeep` "
+                "expected to write the journal %s, found %r: the append is committed, and the next claim or `dlac ledger upkeep` "
                 "writes its entry; free, mount or permit that folder",
                 *(address, err),
             )
