@@ -34,18 +34,38 @@ class ExtensibleGroup(TyperGroup):
     """The commands of the core, and then those of extensions. A name of the core's is never an extension's."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """List the names for the help. Each extension has a command of the text in its module's source."""
+        """List the names for the help, those of extensions with the text in their modules' sources."""
         for name, point in COMMANDS.points().items():
-            self.commands.setdefault(name, _listed(point))
+            if name not in self.commands:
+                self.commands[name] = ListedCommand(point)
         return super().list_commands(ctx)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         """Find the command that is named. That of an extension is imported now."""
-        if args and args[0] not in self.commands and args[0] in COMMANDS.points():
-            self.commands[args[0]] = load_command(args[0])
-        elif args and args[0] not in self.commands:
-            self.list_commands(ctx)  # names among which the error suggests one
+        known = self.commands.get(args[0])
+        if known is None or isinstance(known, ListedCommand):
+            if args[0] in COMMANDS.points():
+                self.commands[args[0]] = load_command(args[0])
+            else:
+                self.list_commands(ctx)  # names among which the error suggests one
         return super().resolve_command(ctx, args)
+
+
+class ListedCommand(TyperCommand):
+    """A command of an extension in the help of `dlac`. Its module is not imported."""
+
+    def __init__(self, point: EntryPoint) -> None:
+        text, panel = f"Command of {point.value}.", "Extensions"
+        with suppress(AttributeError, ImportError, OSError, ValueError, SyntaxError):  # there is no readable source
+            for node in ast.parse(Path(_find_module(point.module).origin or "").read_bytes()).body:
+                if isinstance(node, ast.FunctionDef) and node.name == point.attr:
+                    text = ast.get_docstring(node) or text
+                elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "PANEL":
+                    panel = str(ast.literal_eval(node.value))
+                elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == point.attr:
+                    options = node.value.keywords if isinstance(node.value, ast.Call) else []
+                    text = next((ast.literal_eval(each.value) for each in options if each.arg == "help"), text)
+        super().__init__(point.name, help=text, rich_help_panel=panel)
 
 
 def load_command(name: str) -> Any:
@@ -63,21 +83,6 @@ def load_command(name: str) -> Any:
             f"expected a function or a Typer app as command {name!r}, found {loaded!r}: upgrade its extension"
         )
     return get_group(root).commands[name]
-
-
-def _listed(point: EntryPoint) -> TyperCommand:
-    """Return a command for the help only."""
-    text, panel = f"Command of {point.value}.", "Extensions"
-    with suppress(AttributeError, ImportError, OSError, ValueError, SyntaxError):  # there is no readable source
-        for node in ast.parse(Path(_find_module(point.module).origin or "").read_bytes()).body:
-            if isinstance(node, ast.FunctionDef) and node.name == point.attr:
-                text = ast.get_docstring(node) or text
-            elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "PANEL":
-                panel = str(ast.literal_eval(node.value))
-            elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == point.attr:
-                options = node.value.keywords if isinstance(node.value, ast.Call) else []
-                text = next((ast.literal_eval(each.value) for each in options if each.arg == "help"), text)
-    return TyperCommand(point.name, help=text, rich_help_panel=panel)
 
 
 def _find_module(name: str) -> ModuleSpec:
