@@ -1,4 +1,4 @@
-"""`dlac checkpoint`: list, tag, verify and retire those of a run, and export and adopt those for and of other programs."""
+"""`dlac checkpoint`: list, tag, verify and retire checkpoints of a run, and exchange checkpoints with other programs."""
 
 from dataclasses import asdict
 from pathlib import Path

@@ -34,14 +34,14 @@ class ExtensibleGroup(TyperGroup):
     """The commands of the core, and then those of extensions. A name of the core's is never an extension's."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """List the names for the help, those of extensions with the text in their modules' sources."""
+        """List the names for the help. A command of an extension has the text in the source of its module."""
         for name, point in COMMANDS.points().items():
             if name not in self.commands:
                 self.commands[name] = ListedCommand(point)
         return super().list_commands(ctx)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
-        """Find the command that is named. That of an extension is imported now."""
+        """Find the command that is named. An extension is imported now."""
         known = self.commands.get(args[0])
         if known is None or isinstance(known, ListedCommand):
             if args[0] in COMMANDS.points():

@@ -26,8 +26,9 @@ Specs = Annotated[list[Path] | None, Option("--spec", help="Job spec of a run fr
     'dlac forget rows lake.docs --where "doc_id = 4711"',
     'dlac forget rows lake.docs --where "doc_id = 4711" --execute',
     'dlac forget rows lake.docs --where "doc_id = 4711" --certify certificate.json key.pem',
+    name="rows",
 )
-def rows(
+def forget_rows(
     table: Annotated[str, Argument(help="Table with the rows.")],
     where: Annotated[list[str], Option(help='Rows to forget, e.g. "doc_id = 4711". The option can be repeated.')],
     execute: Annotated[bool, Option("--execute", help="Rewind the runs, and retire affected checkpoints.")] = False,
@@ -68,8 +69,8 @@ def _show(plan: "ForgetPlan", done: list[str]) -> None:
     ui.show_text("\n".join(plan["problems"] or ["the rows are forgotten"]))
 
 
-@ui.command(forget, None, 'dlac forget traces lake.docs --where "doc_id = 4711"')
-def traces(
+@ui.command(forget, None, 'dlac forget traces lake.docs --where "doc_id = 4711"', name="traces")
+def forget_traces(
     table: Annotated[str, Argument(help="Table with the rows.")],
     where: Annotated[list[str], Option(help="Filters of a request to `dlac forget rows` that is met.")],
     spec: Specs = None,
@@ -91,8 +92,8 @@ def new_key(key: Annotated[Path, Argument(help="New file for the private key.")]
     ui.show_text(f"certificates that {key} signs are checked with {make_key(key)}")
 
 
-@ui.command(forget, None, "dlac forget verify certificate.json --key key.pub.pem")
-def verify(
+@ui.command(forget, None, "dlac forget verify certificate.json --key key.pub.pem", name="verify")
+def verify_certificate(
     file: Annotated[Path, Argument(help="Certificate of `dlac forget rows`.")],
     key: Annotated[Path, Option(help="Public key of its signer.")],
     spec: Specs = None,

@@ -59,7 +59,7 @@ def passport_of(export: Path) -> Path:
 def write_passport(lakehouse: Lakehouse, export: Path) -> Passport | None:
     """Write the passport of an exported file or folder, and its digest to the ledger.
 
-    None: no data file that it was trained on has keys, so there is none, and the passport of an earlier export is removed.
+    None: no data file that it was trained on has keys. The passport of an earlier export is removed.
 
     Raises:
         NoSuchCheckpoint: the lakehouse knows no export with the digest of a file.
