@@ -32,7 +32,7 @@ _FILES = 64
 def erase_traces(lakehouse: Lakehouse, table: str, filters: Sequence[str], spec_of: SpecOf) -> list[str]:
     """Erase the traces of rows that are forgotten. Return the steps: none if there are no traces left.
 
-    A repeated call finishes what a killed one began. Raises `SpecInvalid` for a request that is not met, or as `plan_forget`,
+    A repeated call completes a killed one. Raises `SpecInvalid` for a request that is not met, or as `plan_forget`,
     and `CommitConflict` or `CatalogUnreachable` as `dlac ledger upkeep`.
     """
     plan = plan_forget(lakehouse, table, filters)
