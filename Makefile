@@ -57,11 +57,11 @@ mutants: setup  ## changed lines at the heart of the product, each of which its 
 soak: setup  ## the long campaigns
 	$(BIN)/pytest -m "slow or soak" --timeout 7200 --hypothesis-profile "new examples"
 
-soak-campaign: setup  ## half an hour, 100 faults of mixed kinds; keeps its result, and writes docs/soak.md of it
+soak-campaign: setup  ## half an hour, 100 faults of mixed kinds; keeps its result, and writes docs/evidence/soak.md of it
 	$(BIN)/python -m benchmarks.soak --out benchmarks/results/measured/soak.json
 	$(BIN)/python -m benchmarks.soak --docs benchmarks/results/measured/soak.json
 
-gpu: setup  ## figures of this machine's accelerator, at most 40 minutes; keeps gpu.json, and writes docs/gpu.md of it
+gpu: setup  ## figures of this machine's accelerator, at most 40 minutes; keeps gpu.json, and writes docs/evidence/gpu.md of it
 	$(BIN)/python -m benchmarks.gpu --out gpu.json; status=$$?; $(BIN)/python -m benchmarks.gpu --docs gpu.json && exit $$status
 
 ui: setup  ## the Dagster UI on the demo's lakehouse
@@ -71,7 +71,7 @@ ui: setup  ## the Dagster UI on the demo's lakehouse
 bench: setup  ## every benchmark but gpu, pairs, paper, peers, soak, soak_nodes and traffic (root, iproute2, PostgreSQL), each with a JSON object as its last line
 	for program in $(filter-out benchmarks/gpu.py benchmarks/pairs.py benchmarks/paper.py benchmarks/peers.py benchmarks/soak.py benchmarks/soak_nodes.py benchmarks/traffic.py benchmarks/figures.py,$(wildcard benchmarks/[a-z]*.py)); do $(BIN)/python -m benchmarks.$$(basename $$program .py) || exit 1; done
 
-paper: setup  ## the paper's experiments beside the peers', an hour; paper/paper.html and .pdf, and docs/paper.md of it
+paper: setup  ## the paper's experiments beside the peers', an hour; paper/paper.html and .pdf, and docs/evidence/paper.md of it
 	$(BIN)/python -m benchmarks.paper --out paper; status=$$?; cp paper/paper.json benchmarks/results/measured/paper.json && $(BIN)/python -m benchmarks.paper --docs paper/paper.json && exit $$status
 
 peers: setup  ## DLAC beside other loaders; makes .venv-peers and .venv-peers-NAME on the first run

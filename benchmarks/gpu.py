@@ -8,8 +8,8 @@
 - loading: batches copied from page-locked memory on their own stream, compared with plain ones, and with no reader.
 
 At most 40 minutes on an accelerator. Without one the same program measures the CPU, and reports this. `--out FILE` keeps the
-results as JSON, rewritten after every part. `--docs FILE` only makes docs/gpu.md of such a file. A failed part does not stop
-the others. The exit status is then 1, as it is if a figure misses its bar.
+results as JSON, rewritten after every part. `--docs FILE` only makes docs/evidence/gpu.md of such a file. A failed part does
+not stop the others. The exit status is then 1, as it is if a figure misses its bar.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from benchmarks.gpu_parts.page import page_of
 from benchmarks.gpu_parts.sizes import sizes_for
 
 PARTS = ("kernels", "demo", "memory", "checkpoints", "demo-default", "loading")
-_PAGE = Path(__file__).parents[1] / "docs" / "gpu.md"
+_PAGE = Path(__file__).parents[1] / "docs" / "evidence" / "gpu.md"
 _LAST_BEGIN_S = 30 * 60
 """Seconds after which no part begins: the longest takes ten minutes."""
 
@@ -49,7 +49,7 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, help="pairs of segments, and of blocks, in place of the usual number")
     parser.add_argument("--only", action="append", choices=PARTS, help="a part to measure; may be repeated")
     parser.add_argument("--out", type=Path, help="JSON file of what is found")
-    parser.add_argument("--docs", type=Path, help="JSON file of a measurement, of which docs/gpu.md is made")
+    parser.add_argument("--docs", type=Path, help="JSON file of a measurement, of which docs/evidence/gpu.md is made")
     asked = parser.parse_args()
     if asked.docs:
         _PAGE.write_text(page_of(json.loads(asked.docs.read_text())))

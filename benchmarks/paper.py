@@ -2,7 +2,7 @@
 
 `divergence` trains one model with several loaders under the same faults. The other parts are programs of this folder, most of
 them in their short form. The folder of `--out` gets one page with every experiment as HTML and as PDF, and `paper.json`, which
-keeps the parts of earlier calls. `--docs FILE` only makes docs/paper.md and its pictures of one.
+keeps the parts of earlier calls. `--docs FILE` only makes docs/evidence/paper.md and its pictures of one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from benchmarks.paper_parts.programs import PROGRAMS, measure_program
 from benchmarks.paper_parts.summary import summarize
 from benchmarks.results.record import about_here
 
-_DOCS = Path(__file__).parents[1] / "docs"
+_DOCS = Path(__file__).parents[1] / "docs" / "evidence"
 _QUICK_PARTS = ("divergence", "checkpoint", "coordination", "state")
 
 
@@ -39,7 +39,7 @@ def main() -> int:
     parser.add_argument(
         "--out", type=Path, default=Path("paper"), help="folder of paper.html, paper.pdf and paper.json"
     )
-    parser.add_argument("--docs", type=Path, help="JSON file of a measurement, of which docs/paper.md is made")
+    parser.add_argument("--docs", type=Path, help="JSON file of a measurement, of which docs/evidence/paper.md is made")
     asked = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that processes and files are cleaned up
     if asked.docs:

@@ -1,7 +1,7 @@
 """Faults of mixed kinds on runs that a real Dagster trains, until all are healed: `python -m benchmarks.soak [--quick]`.
 
 The default is 30 minutes and 100 faults, which `--minutes` and `--faults` change. The same `--seed` chooses the same faults.
-`--out FILE` keeps the campaign as JSON, rewritten after every fault, and `--docs FILE` only makes docs/soak.md of such a
+`--out FILE` keeps the campaign as JSON, rewritten after every fault, and `--docs FILE` only makes docs/evidence/soak.md of such a
 file. It ends with status 1 once a fault is not healed in time, or at the end if a run is not exact or something is left over.
 """
 
@@ -29,7 +29,7 @@ from benchmarks.soak_faults.lab import RUNS, Lab, open_lab
 from benchmarks.soak_faults.page import day_of, faults_of, page_of, seconds_by_kind
 from dlac_pipeline.extensions.chaos.facts import Fault, add_facts
 
-_PAGE = Path(__file__).parents[1] / "docs" / "soak.md"
+_PAGE = Path(__file__).parents[1] / "docs" / "evidence" / "soak.md"
 _STEPS, _QUICK_STEPS = 1_200, 600
 """Steps of one run."""
 _FINISHED_WITHIN_S = 900.0
@@ -47,7 +47,7 @@ def main() -> int:
         "--home", type=Path, help="new folder of the lakehouse, which is kept; by default a temporary one"
     )
     parser.add_argument("--out", type=Path, help="JSON file of the campaign")
-    parser.add_argument("--docs", type=Path, help="JSON file of a campaign, of which docs/soak.md is made")
+    parser.add_argument("--docs", type=Path, help="JSON file of a campaign, of which docs/evidence/soak.md is made")
     asked = parser.parse_args()
     if asked.docs:
         campaign = json.loads(asked.docs.read_text())

@@ -82,7 +82,7 @@ def write_page(found: Found, folder: Path) -> None:
 
 
 def write_docs(found: Found, docs: Path) -> None:
-    """Write docs/paper.md, and its pictures beside those of the other pages."""
+    """Write docs/evidence/paper.md, and its pictures."""
     lines = ["# The paper's experiments", "", *_HEAD, ""]
     for section in _sections(found):
         lines += [f"## {section['title']}", "", *section["text"], ""]

@@ -1,4 +1,4 @@
-"""The page of all figures, docs/figures.md: `python -m benchmarks.results.page`. In: measured/*.json, and the text of sections/.
+"""Page of all figures, docs/evidence/figures.md: `python -m benchmarks.results.page`. In: measured/*.json and sections/.
 
 A section is a Jinja template. `result("NAME")` reads measured/NAME.json. Of a result `r`, `r.about` says when and on what it was
 measured, `r("FIGURE")` is a figure with its unit, `r.number("FIGURE")` without, `r.share("FIGURE")` a share as a percentage,
@@ -15,7 +15,7 @@ import jinja2
 
 from benchmarks.results.record import MEASURED
 
-PAGE = Path(__file__).parents[2] / "docs" / "figures.md"
+PAGE = Path(__file__).parents[2] / "docs" / "evidence" / "figures.md"
 _SECTIONS = Path(__file__).with_name("sections")
 
 

@@ -1,8 +1,9 @@
 """Keep a program's figures for the docs: `python -m benchmarks.results.record [--name RESULT] PROGRAM [ARGUMENT...]`.
 
 It runs `python -m benchmarks.PROGRAM ARGUMENT...`, shows what it prints, and writes measured/RESULT.json: the figures of its
-last line, with day, commit, machine and load. `python -m benchmarks.results.page` then makes docs/figures.md of all results.
-A program that prints no figures leaves the earlier result. The exit status is that of the program: a missed bar may be 1.
+last line, with day, commit, machine and load. `python -m benchmarks.results.page` then makes docs/evidence/figures.md of all
+results. A program that prints no figures leaves the earlier result. The exit status is that of the program: a missed bar
+may be 1.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from benchmarks.results.record import MEASURED, record
 from benchmarks.soak_faults.page import faults_of, page_of
 
 _ROOT = Path(__file__).parents[2]
-_GENERATED = ("figures.md", "paper.md", "soak.md", "gpu.md")
+_EVIDENCE = _ROOT / "docs" / "evidence"
 """Pages that programs write. The result of gpu.md is not kept: a machine with an accelerator is lent for minutes."""
 _SETTINGS = Path(__file__).with_name("stated_settings.toml")
 """Numbers with a unit that are no measured figures: settings, limits, and what an example prints."""
@@ -58,7 +58,8 @@ def _is_measured(number: str, unit: str, results: dict[str, set[float]]) -> bool
 def _pages() -> list[Path]:
     return [
         _ROOT / "README.md",
-        *(each for each in sorted((_ROOT / "docs").glob("*.md")) if each.name not in _GENERATED),
+        *sorted((_ROOT / "docs").glob("*.md")),
+        *sorted((_ROOT / "docs" / "extensions").glob("*.md")),
     ]
 
 
@@ -162,16 +163,15 @@ def test_paper_is_made_of_its_result(tmp_path: Path) -> None:
     """Run `--docs` of their programs after a result or the form of a page has changed."""
     (tmp_path / "pictures").mkdir()
     write_docs(json.loads((MEASURED / "paper.json").read_text()), tmp_path)
-    assert (tmp_path / "paper.md").read_text() == (_ROOT / "docs" / "paper.md").read_text()
+    assert (tmp_path / "paper.md").read_text() == (_EVIDENCE / "paper.md").read_text()
 
 
 def test_soak_is_made_of_its_result() -> None:
     """Run `python -m benchmarks.soak --docs benchmarks/results/measured/soak.json` after a change of the page's form."""
     campaign = json.loads((MEASURED / "soak.json").read_text())
-    docs = _ROOT / "docs"
     assert (page_of(campaign), faults_of(campaign)) == (
-        (docs / "soak.md").read_text(),
-        (docs / "soak.json").read_text(),
+        (_EVIDENCE / "soak.md").read_text(),
+        (_EVIDENCE / "soak.json").read_text(),
     )
 
 
