@@ -51,7 +51,7 @@ def is_valid(combination: Combination) -> bool:
     """Return True if DLAC supports the combination, by its documentation."""
     engine, ranks, source = combination["engine"], combination["ranks"], combination["source"]
     if ranks == "replicas" and (engine not in ("torch", "dcp") or source in ("packed", "transformed")):
-        return False  # docs/replicas.md
+        return False  # docs/extensions/replicas.md
     if combination["origin"] == "adopted" and engine != "dcp":
         return False  # weights of a pretrained model begin a run with DistributedState
     if combination["then"] == "export" and engine == "trainer":

@@ -13,7 +13,7 @@ import pytest
 from dlac_pipeline.extensions.erasure.forget import plan_forget
 from tests.conftest import Arena
 
-_PAGE = Path(__file__).parents[2] / "docs" / "forget.md"
+_PAGE = Path(__file__).parents[2] / "docs" / "extensions" / "erasure.md"
 
 
 @pytest.mark.soak

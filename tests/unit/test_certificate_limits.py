@@ -5,7 +5,7 @@ from pathlib import Path
 
 from dlac_pipeline.extensions.erasure.limits import LIMITS
 
-_PAGE = Path(__file__).parents[2] / "docs" / "forget.md"
+_PAGE = Path(__file__).parents[2] / "docs" / "extensions" / "erasure.md"
 
 
 def test_page_lists_each_limit() -> None:

@@ -125,8 +125,8 @@ def test_drawn_fault_waits_after_healing() -> None:
 
 
 def test_page_describes_each_kind() -> None:
-    """The table of docs/chaos.md has the kinds in their order."""
-    page = (Path(__file__).parents[2] / "docs" / "chaos.md").read_text()
+    """The table of docs/extensions/chaos.md has the kinds in their order."""
+    page = (Path(__file__).parents[2] / "docs" / "extensions" / "chaos.md").read_text()
     rows = dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", page, re.MULTILINE))
     assert list(rows) == list(KINDS)
     for name, kind in KINDS.items():

@@ -1,4 +1,7 @@
-"""Accelerate: `save_state` and `load_state` as the state of a checkpoint, in a loop of the script's own. See docs/trainers.md."""
+"""Accelerate: `save_state` and `load_state` as the state of a checkpoint, in a loop of the script's own.
+
+See docs/extensions/trainers.md.
+"""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,7 @@
-"""The Hugging Face `Trainer`: its saves become checkpoints of a training run, with the consumed rows. See docs/trainers.md."""
+"""The Hugging Face `Trainer`: its saves become checkpoints of a training run, with what was consumed.
+
+See docs/extensions/trainers.md.
+"""
 
 from collections.abc import Callable
 from pathlib import Path

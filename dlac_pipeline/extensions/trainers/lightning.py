@@ -1,4 +1,7 @@
-"""Lightning: the batches of a training run as a data module, and its checkpoints by a callback. See docs/trainers.md."""
+"""Lightning: the batches of a training run as a data module, and its checkpoints by a callback.
+
+See docs/extensions/trainers.md.
+"""
 
 import functools
 import signal

@@ -1,4 +1,7 @@
-"""torchtitan, without importing it: the batches of a run as its data loader, and its checkpoints. See docs/trainers.md."""
+"""torchtitan, without importing it: the batches of a run as its data loader, and its checkpoints.
+
+See docs/extensions/trainers.md.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
