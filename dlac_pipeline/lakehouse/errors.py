@@ -1,4 +1,4 @@
-"""Errors of DLAC, one class per failure: docs/recovery.md has the tree. `exit_code` is the exit status of the process."""
+"""Errors of DLAC, one class per failure: docs/errors.md has the tree. `exit_code` is the exit status of the process."""
 
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
@@ -25,7 +25,8 @@ class DlacError(Exception):
 
 
 HOW_TO_RENEW = (
-    "stop all launches, then restore the newest backup of the catalog, or run `dlac ledger rebuild` (docs/recovery.md)"
+    "stop all launches, then restore the newest backup of the catalog, or run `dlac ledger rebuild` "
+    "(docs/recovery/repair.md)"
 )
 """Advice for a ledger that is older than its journal or its store."""
 

@@ -23,9 +23,9 @@ def test_public_surface_is_pinned() -> None:
 
 
 def test_tree_of_errors_is_complete() -> None:
-    """The page on recovery names every class of dlac_pipeline.lakehouse.errors once, below its parent."""
+    """The page of errors names every class of dlac_pipeline.lakehouse.errors once, below its parent."""
     drawing = (
-        (Path(__file__).parents[2] / "docs" / "recovery.md")
+        (Path(__file__).parents[2] / "docs" / "errors.md")
         .read_text()
         .partition("```text\nDlacError\n")[2]
         .partition("```")[0]

@@ -58,8 +58,7 @@ def _is_measured(number: str, unit: str, results: dict[str, set[float]]) -> bool
 def _pages() -> list[Path]:
     return [
         _ROOT / "README.md",
-        *sorted((_ROOT / "docs").glob("*.md")),
-        *sorted((_ROOT / "docs" / "extensions").glob("*.md")),
+        *(page for folder in ("", "recovery", "extensions") for page in sorted((_ROOT / "docs" / folder).glob("*.md"))),
     ]
 
 

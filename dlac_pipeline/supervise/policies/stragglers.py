@@ -1,4 +1,4 @@
-"""Stragglers: ranks that are slower than the median, and their slow phase, from times that ranks report (docs/recovery.md)."""
+"""Stragglers: ranks that are slower than the others, and their slow phase, from own times (docs/recovery/detect.md)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
