@@ -1,4 +1,4 @@
-"""Checkpoints converted to another number of ranks: made once, verified, never partial. See docs/checkpoints.md."""
+"""Checkpoints converted to another number of ranks: made once, verified, never partial. See docs/extensions/deepspeed.md."""
 
 import fcntl
 import json
