@@ -1,4 +1,4 @@
-"""DLAC's elastic agent: torch's, which starts the ranks of a node, and no more. See docs/design/0010-starting-ranks.md."""
+"""DLAC's elastic agent: torch's, which starts the ranks of a node, and no more. See docs/design/0011-nodes.md."""
 
 import logging
 import multiprocessing

@@ -1,4 +1,4 @@
-"""The fork server of this process: multiprocessing's, with ranks' imports made ahead. See docs/design/0010-starting-ranks.md."""
+"""The fork server of this process: multiprocessing's, with ranks' imports made ahead. See docs/design/0011-nodes.md."""
 
 import json
 import multiprocessing

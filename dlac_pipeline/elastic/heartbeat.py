@@ -1,6 +1,6 @@
 """Heartbeat of a node in the store of a run, the lease of the leader, and the rounds that the leader forms.
 
-A thread talks to the store, so that a silent network does not block the node. See docs/design/0015-rounds.md.
+A thread talks to the store, so that a silent network does not block the node. See docs/design/0011-nodes.md.
 
     slots               the last slot: each connection of a node takes the next one
     node/SLOT           a node's record: its offer while it waits for a round, its message to the leader during one

@@ -1,6 +1,6 @@
 """Imports of multiprocessing's fork server, once per supervisor, so that ranks start without importing.
 
-The fork server imports this module, and this module the rest. See docs/design/0010-starting-ranks.md.
+The fork server imports this module, and this module the rest. See docs/design/0011-nodes.md.
 """
 
 import ctypes

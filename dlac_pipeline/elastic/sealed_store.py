@@ -1,4 +1,4 @@
-"""Sealed messages in a store of torch: without the key none can be read or forged. See docs/design/0015-rounds.md."""
+"""Sealed messages in a store of torch: without the key none can be read or forged. See docs/design/0011-nodes.md."""
 
 import base64
 import hashlib

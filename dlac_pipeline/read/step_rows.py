@@ -1,4 +1,4 @@
-"""Rows of one optimizer step, computed from the order of its leg. See docs/design/0021-rows-of-a-step.md."""
+"""Rows of one optimizer step, computed from the order of its leg. See docs/design/0023-questions.md."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

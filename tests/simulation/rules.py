@@ -1,6 +1,6 @@
 """The rules of the protocol: pure functions that permit or forbid. A dropped rule permits everything.
 
-docs/design/0028-survival.md explains the protocol that they make up.
+docs/design/0030-memory-states.md explains the protocol that they make up.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The survival protocol, simulated: all seeds pass, and each rule is needed. See docs/design/0028-survival.md."""
+"""The survival protocol, simulated: all seeds pass, and each rule is needed. See docs/design/0030-memory-states.md."""
 
 from __future__ import annotations
 

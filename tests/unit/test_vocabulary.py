@@ -15,7 +15,6 @@ _DIALECT = re.compile(
 _FOLDERS = ("dlac_pipeline", "catalog", "assets", "jobs", "docs")
 _ALLOWED = {
     "dlac_pipeline/lakehouse/iceberg/safe_commit.py": {"behind"},  # a guard is before a catalog
-    "docs/design/0016-rooms.md": {"told", "behind"},  # old names
 }
 
 

@@ -1,4 +1,4 @@
-"""A run as one job of a cluster: submit, follow, cancel it, and judge how it ended. See docs/design/0012-launchers.md."""
+"""A run as one job of a cluster: submit, follow, cancel it, and judge how it ended. See docs/design/0012-extensions.md."""
 
 import json
 import threading

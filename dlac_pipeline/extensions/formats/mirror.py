@@ -1,6 +1,6 @@
 """Mirrors of tables of other formats: an Iceberg table of the lakehouse's own catalog over the data files in their place.
 
-One version becomes one snapshot, whose id is the version's number. See docs/design/0017-other-formats.md.
+One version becomes one snapshot, whose id is the version's number. See docs/design/0012-extensions.md.
 """
 
 from collections import defaultdict

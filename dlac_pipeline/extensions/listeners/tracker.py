@@ -1,7 +1,7 @@
 """Tracking of experiments: a tracked run for each branch of a training run, over all its launches.
 
 A tracked run cannot lose a metric. So a branch that a rewind abandons keeps its tracked run, and the next branch has another one,
-with the losses that both share. See docs/design/0019-listeners.md.
+with the losses that both share. See docs/design/0012-extensions.md.
 """
 
 from abc import ABC, abstractmethod

@@ -1,4 +1,4 @@
-"""Check that the ledger is not older than its journal and its checkpoint store: docs/design/0013-older-ledger.md.
+"""Check that the ledger is not older than its journal and its checkpoint store: docs/design/0024-journal.md.
 
 A place is read first, and the rows to compare with afterwards, so that concurrent commits raise no alarm.
 """

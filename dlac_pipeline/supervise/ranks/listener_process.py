@@ -1,4 +1,4 @@
-"""Process of a run's listeners: events go in, and nothing comes back to training. See docs/design/0019-listeners.md."""
+"""Process of a run's listeners: events go in, and nothing comes back to training. See docs/design/0012-extensions.md."""
 
 import json
 import logging
