@@ -1,5 +1,6 @@
-"""Files and folders that survive a power cut."""
+"""Files and folders that survive a power cut, and locks of files, which end with their process."""
 
+import fcntl
 import os
 import secrets
 from collections.abc import Iterator
@@ -48,3 +49,11 @@ def write_durably(path: Path, content: bytes) -> None:
             os.fsync(stream.fileno())
         temporary.rename(path)
     fsync_path(path.parent)
+
+
+def lock_at_once(descriptor: int, kind: int) -> bool:
+    """Lock an opened file, `LOCK_EX` alone or `LOCK_SH` with others. Return False if others do not let it."""
+    with suppress(BlockingIOError):
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        return True
+    return False

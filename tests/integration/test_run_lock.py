@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import pytest
 from tenacity import RetryCallState
 
-from dlac_pipeline.extensions.replicas.rank import lock_at_once
 from dlac_pipeline.lakehouse import retrying
+from dlac_pipeline.lakehouse.durable_io import lock_at_once
 from dlac_pipeline.lakehouse.errors import RunBusy, SteppedAside, StoreUnavailable
 from dlac_pipeline.lakehouse.ledger.typed_rows import ClaimRow
 from dlac_pipeline.plan.plan import Plans

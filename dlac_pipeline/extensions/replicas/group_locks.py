@@ -12,8 +12,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from pathlib import Path
 
 from dlac_pipeline.checkpoint.store import storing
-from dlac_pipeline.extensions.replicas.rank import has_held, hold_group, lock_at_once
-from dlac_pipeline.lakehouse.durable_io import write_durably
+from dlac_pipeline.extensions.replicas.rank import has_held, hold_group
+from dlac_pipeline.lakehouse.durable_io import lock_at_once, write_durably
 from dlac_pipeline.lakehouse.errors import RunBusy
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.liveness.run_lock import name_holder, run_lock, share_run_lock

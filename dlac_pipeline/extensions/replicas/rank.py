@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from dlac_pipeline.lakehouse.durable_io import lock_at_once
 from dlac_pipeline.lakehouse.errors import RunBusy
 from dlac_pipeline.spec.launch_spec import LaunchSpec
 
@@ -111,14 +112,6 @@ def hold_group(folder: Path, group: int) -> int:
 def is_held(folder: Path, group: int) -> bool:
     """Return True while the process lives that has locked a replica group."""
     return has_held(folder, group) and not _has_left(folder, group)
-
-
-def lock_at_once(descriptor: int, kind: int) -> bool:
-    """Lock an opened file, `LOCK_EX` alone or `LOCK_SH` with others. Return False if others do not let it."""
-    with suppress(BlockingIOError):
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-        return True
-    return False
 
 
 def _has_left(folder: Path, group: int) -> bool:

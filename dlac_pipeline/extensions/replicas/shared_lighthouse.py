@@ -20,7 +20,8 @@ import psutil
 from setproctitle import setproctitle
 
 from dlac_pipeline.extensions.replicas.lighthouse import address_of, answers, make_server, start_limit_s
-from dlac_pipeline.extensions.replicas.rank import is_held, limit_s, lock_at_once, read_lighthouse, write_lighthouse
+from dlac_pipeline.extensions.replicas.rank import is_held, limit_s, read_lighthouse, write_lighthouse
+from dlac_pipeline.lakehouse.durable_io import lock_at_once
 from dlac_pipeline.spec.job_spec import JobSpec
 
 _log = logging.getLogger(__name__)

@@ -11,8 +11,7 @@ from pathlib import Path
 import psutil
 
 from dlac_pipeline.checkpoint.store import storing
-from dlac_pipeline.extensions.replicas.rank import lock_at_once
-from dlac_pipeline.lakehouse.durable_io import temporary_beside
+from dlac_pipeline.lakehouse.durable_io import lock_at_once, temporary_beside
 from dlac_pipeline.lakehouse.errors import RunBusy
 
 _POLL_S = 0.1
