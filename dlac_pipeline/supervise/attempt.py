@@ -26,7 +26,7 @@ from dlac_pipeline.supervise.failure import (
     planned_end,
     stuck_rank,
 )
-from dlac_pipeline.supervise.incident import AttemptMonitor, Incident, replace_dead
+from dlac_pipeline.supervise.incident import AttemptMonitor, Incident
 from dlac_pipeline.supervise.ranks.all_ranks import AllRanks
 from dlac_pipeline.supervise.ranks.local_ranks import Exit
 from dlac_pipeline.supervise.ranks.rank_events import Ending, Event, EventReader, ending_of
@@ -225,7 +225,7 @@ class SupervisedAttempt:
     def _watch(self, ranks: AllRanks, ledger: LedgerWatch) -> Ending | Failure | Rescale:
         while True:
             self._read_ranks(ranks)
-            for event in replace_dead(ranks.own):
+            for event in ranks.own.heal():
                 self._publish(event)
             self._monitor.record_rejoined(ranks.own, self._spec, self._nonce)
             ledger.check()

@@ -2,14 +2,13 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from dlac_pipeline.extensions.replicas.replica_ranks import Rejoined, ReplicaRanks
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.recoveries import Recovery, recoveries_of, write_recovery
@@ -19,7 +18,7 @@ from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.launch_spec import LaunchSpec
 from dlac_pipeline.supervise.claims import left_in_order
 from dlac_pipeline.supervise.failure import Failure, HangDetector
-from dlac_pipeline.supervise.liveness.heartbeat import Phase, RankHeartbeat, read_heartbeat, read_heartbeats
+from dlac_pipeline.supervise.liveness.heartbeat import Phase, RankHeartbeat, read_heartbeats
 from dlac_pipeline.supervise.policies.stragglers import Stragglers
 from dlac_pipeline.supervise.ranks.local_ranks import RankGroup
 from dlac_pipeline.supervise.ranks.rank_events import Event
@@ -70,10 +69,9 @@ class AttemptMonitor:
             self._recorder.record(build, incident.to_event, self._publish)
 
     def record_rejoined(self, ranks: RankGroup, spec: JobSpec, nonce: str) -> None:
-        """Have the replica groups recorded that take part in the attempt of `nonce` again."""
-        for rejoined in ranks.find_rejoined() if isinstance(ranks, ReplicaRanks) else ():
-            build = partial(recovery_of_group, spec, nonce, rejoined)
-            self._recorder.record(build, partial(rejoined_event, rejoined), self._publish)
+        """Have the replaced ranks recorded that take part in the attempt of `nonce` again."""
+        for rejoined in ranks.find_rejoined():
+            self._recorder.record(partial(rejoined.build_recovery, spec, nonce), rejoined.to_event, self._publish)
 
 
 class Incident:
@@ -145,49 +143,6 @@ class Incident:
         times = {"down_s": recovery.down_s, "recovered_s": recovery.recovered_s}
         facts = {**asdict(recovery), "failed_at": recovery.failed_at.isoformat()}
         return {"event": event, **facts, "from_memory": isinstance(self._point, FromMemory), **times}
-
-
-def replace_dead(ranks: RankGroup) -> Iterator[Event]:
-    """Start dead replica groups of an attempt again, and their lighthouse. Yield events."""
-    if not isinstance(ranks, ReplicaRanks):
-        return
-    if died := ranks.restart_lighthouse():
-        yield {"event": "warning", "message": f"the lighthouse of the replica groups was started again, after {died}"}
-    for dead in ranks.replace_dead():
-        last = read_heartbeat(ranks.folder, dead.exit.rank)
-        facts = {"cause": str(dead.exit), "step": 0 if last is None else last.step, **ranks.log_end(dead.exit.rank)}
-        yield {"event": "group_died", "group": dead.group, **facts}
-
-
-def recovery_of_group(spec: JobSpec, nonce: str, rejoined: Rejoined, lakehouse: Lakehouse) -> Recovery:
-    """Return the row of a replica group that takes part again in the attempt of `nonce`."""
-    heartbeat = rejoined.heartbeat
-    rows = Ledger(lakehouse).rows(spec.run, kinds=(ClaimRow,))
-    claim = next(row for row in rows if isinstance(row, ClaimRow) and row.nonce == nonce)
-    started = heartbeat.spent.began
-    return Recovery(
-        run=spec.run,
-        seq=claim.seq,
-        attempt=claim.attempt,
-        replaced_attempt=claim.attempt,
-        cause=rejoined.cause,
-        noticed_by=rejoined.noticed_by,
-        failed_at=datetime.fromtimestamp(rejoined.failed_at, UTC),
-        resumed_from=None,
-        resumed_step=heartbeat.step,
-        rows_replayed=spec.order.batch_size if rejoined.had_batch else 0,
-        detect_s=rejoined.noticed_at - rejoined.failed_at,
-        load_s=started - rejoined.noticed_at,
-        first_step_s=heartbeat.at - started,
-        total_s=heartbeat.at - rejoined.failed_at,
-        outcome="rejoined",
-    )
-
-
-def rejoined_event(rejoined: Rejoined, recovery: Recovery) -> Event:
-    """Return the event of that row."""
-    facts = {"step": recovery.resumed_step, "took_s": recovery.total_s}
-    return {"event": "group_rejoined", "group": rejoined.group, **facts}
 
 
 def rows_replayed(

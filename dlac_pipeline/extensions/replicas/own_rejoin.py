@@ -8,7 +8,6 @@ from dlac_pipeline.extensions.replicas.replica_ranks import Rejoined
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.launch_request import OPERATOR
-from dlac_pipeline.supervise.incident import recovery_of_group, rejoined_event
 from dlac_pipeline.supervise.liveness.heartbeat import RankHeartbeat
 from dlac_pipeline.supervise.ranks.rank_events import EventWriter
 from dlac_pipeline.supervise.recovery_recorder import RecoveryRecorder
@@ -38,8 +37,8 @@ class OwnRejoin:
             had_batch=self._last.spent.in_hand > 0,
             heartbeat=heartbeat,
         )
-        build = partial(recovery_of_group, self._spec, self._nonce, rejoined)
-        self._recorder.record(build, partial(rejoined_event, rejoined), events.write)
+        build = partial(rejoined.build_recovery, self._spec, self._nonce)
+        self._recorder.record(build, rejoined.to_event, events.write)
 
     def close(self) -> None:
         """Wait for the row, as `RecoveryRecorder.close` does."""

@@ -1,12 +1,15 @@
 """Ranks of an attempt in replica groups: a dead group is started again, as long as another one has the state of the run."""
 
+from __future__ import annotations
+
 import signal
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import partial
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dlac_pipeline.elastic.ranks.launch_folder import reason_file
 from dlac_pipeline.elastic.ranks.processes import Processes, RankProcesses
@@ -16,6 +19,14 @@ from dlac_pipeline.lakehouse.errors import DlacError, TrainingFailed, error_clas
 from dlac_pipeline.spec.launch_spec import LaunchSpec
 from dlac_pipeline.supervise.liveness.heartbeat import HeartbeatFile, Phase, RankHeartbeat, read_heartbeat
 from dlac_pipeline.supervise.ranks.local_ranks import Exit, RankGroup
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+    from dlac_pipeline.lakehouse.ledger.recoveries import Recovery
+    from dlac_pipeline.spec.job_spec import JobSpec
+    from dlac_pipeline.supervise.ranks.rank_events import Event
 
 _MOST_TRIES = 3
 """Times in a row that the lighthouse may fail to start."""
@@ -56,9 +67,42 @@ class Rejoined:
     heartbeat: RankHeartbeat
     """Heartbeat of the group's first rank after a finished step."""
 
+    def build_recovery(self, spec: JobSpec, nonce: str, lakehouse: Lakehouse) -> Recovery:
+        """Return the group's row of `recoveries` in the attempt of `nonce`."""
+        from dlac_pipeline.lakehouse.ledger.ledger import Ledger  # a supervisor begins without the catalog
+        from dlac_pipeline.lakehouse.ledger.recoveries import Recovery
+        from dlac_pipeline.lakehouse.ledger.typed_rows import ClaimRow
+
+        heartbeat = self.heartbeat
+        rows = Ledger(lakehouse).rows(spec.run, kinds=(ClaimRow,))
+        claim = next(row for row in rows if isinstance(row, ClaimRow) and row.nonce == nonce)
+        started = heartbeat.spent.began
+        return Recovery(
+            run=spec.run,
+            seq=claim.seq,
+            attempt=claim.attempt,
+            replaced_attempt=claim.attempt,
+            cause=self.cause,
+            noticed_by=self.noticed_by,
+            failed_at=datetime.fromtimestamp(self.failed_at, UTC),
+            resumed_from=None,
+            resumed_step=heartbeat.step,
+            rows_replayed=spec.order.batch_size if self.had_batch else 0,
+            detect_s=self.noticed_at - self.failed_at,
+            load_s=started - self.noticed_at,
+            first_step_s=heartbeat.at - started,
+            total_s=heartbeat.at - self.failed_at,
+            outcome="rejoined",
+        )
+
+    def to_event(self, recovery: Recovery) -> Event:
+        """Return the event of that row."""
+        facts = {"step": recovery.resumed_step, "took_s": recovery.total_s}
+        return {"event": "group_rejoined", "group": self.group, **facts}
+
 
 class ReplicaRanks(RankGroup):
-    """The replica groups of one attempt. `replace_dead` starts the dead ones again."""
+    """The replica groups of one attempt. `heal` starts the dead ones again."""
 
     def __init__(
         self,
@@ -124,6 +168,18 @@ class ReplicaRanks(RankGroup):
             super().end()
         finally:
             self.lighthouse.end()
+
+    def heal(self) -> Iterator[Event]:
+        """Start dead groups again, and their lighthouse. Yield events."""
+        if died := self.restart_lighthouse():
+            yield {
+                "event": "warning",
+                "message": f"the lighthouse of the replica groups was started again, after {died}",
+            }
+        for dead in self.replace_dead():
+            last = read_heartbeat(self.folder, dead.exit.rank)
+            facts = {"cause": str(dead.exit), "step": 0 if last is None else last.step, **self.log_end(dead.exit.rank)}
+            yield {"event": "group_died", "group": dead.group, **facts}
 
     def restart_lighthouse(self) -> str:
         """Start a dead lighthouse again, and return how it died, or why an earlier start failed once it runs. Empty: no news."""

@@ -1,15 +1,17 @@
 """The ranks of one attempt on this node: heartbeats, exits, logs, and signals."""
 
+from __future__ import annotations
+
 import contextlib
 import json
 import math
 import os
 import signal
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from dlac_pipeline.elastic.ranks.launch_folder import log_file, notice_file, reason_file, room_file, stop_file
 from dlac_pipeline.elastic.ranks.processes import RankProcesses, Reason
@@ -18,6 +20,12 @@ from dlac_pipeline.lakehouse.errors import TrainingFailed
 from dlac_pipeline.lakehouse.masking import mask_secrets
 from dlac_pipeline.supervise.liveness.heartbeat import Phase, RankHeartbeat, read_heartbeat
 from dlac_pipeline.supervise.ranks.rank_logs import LogBound
+
+if TYPE_CHECKING:
+    from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+    from dlac_pipeline.lakehouse.ledger.recoveries import Recovery
+    from dlac_pipeline.spec.job_spec import JobSpec
+    from dlac_pipeline.supervise.ranks.rank_events import Event
 
 _TAIL_LINES = 20
 _TAIL_BYTES = 64 * 1024
@@ -62,6 +70,16 @@ class Exit(RankError):
         return f"rank {self.rank} died{reason}"
 
 
+class Rejoined(Protocol):
+    """Ranks that were replaced within their attempt, and take part in it again."""
+
+    def build_recovery(self, spec: JobSpec, nonce: str, lakehouse: Lakehouse) -> Recovery:
+        """Return their row of `recoveries`. `nonce` is that of the attempt."""
+
+    def to_event(self, recovery: Recovery) -> Event:
+        """Return the event of that row."""
+
+
 class RankGroup:
     """The ranks of one attempt on this node. Each has a process group of its own, and none outlives its supervisor."""
 
@@ -98,6 +116,14 @@ class RankGroup:
 
     def gone(self) -> Collection[int]:
         """Return the ranks whose processes have ended while the attempt continues."""
+        return ()
+
+    def heal(self) -> Iterator[Event]:
+        """Replace what has died while the attempt continues, and yield events. These ranks end with the first that dies."""
+        yield from ()
+
+    def find_rejoined(self) -> Sequence[Rejoined]:
+        """Return the replaced ranks that take part again since the last call."""
         return ()
 
     def outlives_hang(self, hung: Exit) -> bool:
