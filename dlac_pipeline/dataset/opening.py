@@ -15,6 +15,7 @@ from dlac_pipeline.checkpoint.collectives import RankTree
 from dlac_pipeline.dataset.batches import ABOUT, LAST_BATCHES, LastBatch
 from dlac_pipeline.dataset.dataset import DlacDataset
 from dlac_pipeline.dataset.state import check_requested, read_state
+from dlac_pipeline.elastic.ranks.this_process import this_process
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import DlacError, SpecInvalid, TrainingFailed
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
@@ -189,13 +190,8 @@ def _own_place() -> tuple[int, int]:
     """Return (rank, world size) of this process. Raises `SpecInvalid` if RANK or WORLD_SIZE is no number."""
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
-    rank, world_size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
-    try:
-        return int(rank), int(world_size)
-    except ValueError as err:
-        raise SpecInvalid(
-            f"expected numbers in RANK and WORLD_SIZE, found {rank!r} and {world_size!r}: correct or unset them"
-        ) from err
+    this = this_process()
+    return this.rank, this.world_size
 
 
 def _log_share(rank: int, world_size: int) -> None:

@@ -3,6 +3,16 @@
 Readers and the commands that look a step up share these functions, so that both name the same rank.
 """
 
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class DataCoordinate:
+    """Share of each global batch that a process reads: the one at `index` of `count`, in the order of the slots."""
+
+    index: int
+    count: int
+
 
 def slots_of(place: int, ranks: int, batch_size: int) -> range:
     """Return the slots of a global batch that the rank at a place works on. Two ranks differ by at most one slot."""

@@ -13,6 +13,7 @@ from dlac_pipeline.checkpoint.manager import Committed
 from dlac_pipeline.checkpoint.step_sync import RankReport, StepSync
 from dlac_pipeline.elastic.ranks.launch_folder import notice_file, room_file, stop_file
 from dlac_pipeline.elastic.ranks.rank import leave_reason
+from dlac_pipeline.elastic.ranks.this_process import this_process
 from dlac_pipeline.lakehouse.errors import Preempted
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
@@ -30,7 +31,17 @@ _log = logging.getLogger(__name__)
 class CheckpointPolicy:
     """Checkpoint policy of one rank. `folder` is the launch folder, if a supervisor watches."""
 
-    def __init__(self, spec: JobSpec, rank: int, folder: Path | None, events: EventWriter) -> None:
+    def __init__(
+        self,
+        spec: JobSpec,
+        rank: int,
+        folder: Path | None,
+        events: EventWriter,
+        *,
+        ends_with_launcher: bool = True,
+    ) -> None:
+        """`ends_with_launcher`: without a supervisor, the end of the rank's launcher is a notice for all ranks."""
+        local_rank = this_process().local_rank
         self._spec = spec
         self._rank = rank
         self._folder = folder
@@ -45,10 +56,8 @@ class CheckpointPolicy:
         """The message that requested the exit."""
         self._notices = Notices(
             spec.launch,
-            # the first rank of each replica group asks the URL: any of them may die
-            local_rank=rank if spec.launch.replicas else int(os.environ.get("LOCAL_RANK", "0")),
-            # a replica group whose launcher has died is a dead group: the others train on
-            launched=folder is None and "LOCAL_RANK" in os.environ and not spec.launch.replicas,
+            local_rank=local_rank or 0,
+            launched=folder is None and local_rank is not None and ends_with_launcher,
             on_deadline=self._too_late,
             notice_file=None if folder is None else notice_file(folder, rank),
             stop_file=None if folder is None else stop_file(folder, rank),

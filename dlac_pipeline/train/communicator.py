@@ -1,6 +1,5 @@
 """Communicator of a rank: its place among the ranks, their process group, and the messages that DLAC sends over it."""
 
-import os
 from datetime import timedelta
 
 import torch
@@ -9,7 +8,7 @@ import torch.distributed as dist
 from dlac_pipeline.checkpoint.collectives import RankTree
 from dlac_pipeline.checkpoint.step_sync import StepSyncs, Syncs
 from dlac_pipeline.elastic.ranks.process_group import join, serve_group_store
-from dlac_pipeline.extensions.replicas.rank import first_rank
+from dlac_pipeline.elastic.ranks.this_process import ThisProcess
 from dlac_pipeline.read.reader import Exchange, Waits, summing_over
 
 _GROUP_TIMEOUT_S = 86_400.0
@@ -21,16 +20,16 @@ _BACKGROUND_TAG = 1
 class Communicator:
     """All ranks of an attempt, as one rank reaches them. Making it joins the process group, and is collective."""
 
-    def __init__(self, rank: int, world_size: int, waits: Waits, *, hang_timeout_s: float) -> None:
+    def __init__(self, process: ThisProcess, waits: Waits, *, hang_timeout_s: float) -> None:
         """`waits` counts the waits of reading for other ranks."""
-        self.rank = rank
-        self.world_size = world_size
-        # A supervisor numbers the ranks of all groups on a node, torchrun those of the group that it has started.
-        self.is_first_of_node = world_size == 1 or int(os.environ.get("LOCAL_RANK", rank)) in (0, first_rank())
-        self.first_rank_here = 0 if world_size == 1 else rank - int(os.environ.get("LOCAL_RANK", rank))
-        self.ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self.rank = process.rank
+        self.world_size = process.world_size
+        local_rank = process.rank if process.local_rank is None else process.local_rank
+        self.is_first_of_node = process.world_size == 1 or local_rank == 0
+        self.first_rank_here = 0 if process.world_size == 1 else process.rank - local_rank
+        self.ranks_here = process.ranks_here or 1
         """Number of ranks on this node, as the launcher says."""
-        self.is_on_one_node = world_size <= self.ranks_here
+        self.is_on_one_node = self.world_size <= self.ranks_here
         self._waits = waits
         self._timeout = timedelta(seconds=max(_GROUP_TIMEOUT_S, hang_timeout_s))
         self._group: dist.ProcessGroup | None = None

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 
+from dlac_pipeline.elastic.ranks.this_process import this_process
 from dlac_pipeline.lakehouse.errors import DlacError
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
@@ -23,7 +24,6 @@ from dlac_pipeline.supervise.liveness.heartbeat_writer import HeartbeatWriter
 from dlac_pipeline.supervise.ranks.listener_process import ListenerProcess, describe_attempt
 from dlac_pipeline.supervise.ranks.rank_events import EventWriter
 from dlac_pipeline.supervise.start.resume_point import ResumePoint
-from dlac_pipeline.train.startup import LAUNCHED_VARIABLE
 
 _log = logging.getLogger(__name__)
 _RESTARTS = "TORCHELASTIC_RESTART_COUNT"
@@ -42,7 +42,7 @@ class OwnRecoveries:
 
     def begin(self, point: ResumePoint, *, claimed_at: float) -> None:
         """Begin to record the recovery of this attempt if one before it failed. An error of the record is only logged."""
-        if not point.replaces or LAUNCHED_VARIABLE not in os.environ:
+        if not point.replaces or this_process().local_rank is None:
             return
         try:
             failure = failure_of_attempt(

@@ -1,7 +1,6 @@
 """Startup of a rank: its job spec, its lakehouse, and its resume point. Without a supervisor rank 0 claims the run."""
 
 import json
-import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -9,6 +8,7 @@ from pathlib import Path
 
 from dlac_pipeline.checkpoint.collectives import failing_together
 from dlac_pipeline.checkpoint.store import storing, tiers_of
+from dlac_pipeline.elastic.ranks.this_process import stated_world_size, this_process
 from dlac_pipeline.lakehouse.errors import CatalogUnreachable, DlacError, SpecInvalid, TrainingFailed
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.commits import new_nonce
@@ -29,8 +29,6 @@ from dlac_pipeline.train.communicator import Communicator
 
 _FIRST_LOOK_S, _LOOK_S = 0.02, 0.2
 """Seconds between two looks for the resume point: at first, and at most."""
-LAUNCHED_VARIABLE = "LOCAL_RANK"
-"""A variable that torchrun and the `deepspeed` launcher set for each rank."""
 
 
 def job_spec(folder: Path | None, spec: str | Path | None) -> JobSpec:
@@ -42,7 +40,7 @@ def job_spec(folder: Path | None, spec: str | Path | None) -> JobSpec:
             'expected a launch by `dlac train`, or training_run("job.toml") under another launcher; found neither'
         )
     read = read_spec(Path(spec)).resolved(home_folder())
-    world_size = os.environ.get("WORLD_SIZE", "1")
+    world_size = stated_world_size()
     if read.launch.replicas:
         return read
     raw = {**read.model_dump(), "launch": {**read.launch.model_dump(), "world_size": world_size}}
@@ -121,7 +119,7 @@ def claim_now(plans: Plans, spec: JobSpec, *, from_memory: bool) -> ResumePoint:
 
 def own_folder(spec: JobSpec, nonce: str) -> Path | None:
     """Return the launch folder of ranks that another launcher started, on their own node, or None without a launcher."""
-    has_folder = LAUNCHED_VARIABLE in os.environ or spec.launch.replicas
+    has_folder = this_process().local_rank is not None or spec.launch.replicas
     return Path(spec.checkpoint.local) / spec.run / f"launch-{nonce}" if has_folder else None
 
 
@@ -131,6 +129,6 @@ def make_own_folder(spec: JobSpec, nonce: str) -> Path | None:
     if folder is not None:
         with storing(folder):
             make_below(folder.parent, folder, mode=0o700)
-        if os.environ.get(LAUNCHED_VARIABLE, "0") == "0":
+        if not this_process().local_rank:
             forget_launches(folder.parent, keep=KEEP_LAUNCHES)
     return folder

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from dlac_pipeline.checkpoint.collectives import failing_together
-from dlac_pipeline.elastic.ranks.rank import LAUNCH_VARIABLE, global_rank, leave_reason
+from dlac_pipeline.elastic.ranks.rank import LAUNCH_VARIABLE, leave_reason
+from dlac_pipeline.elastic.ranks.this_process import this_process
 from dlac_pipeline.lakehouse.errors import LossNotFinite, LossSpiked, ScriptInvalid
 from dlac_pipeline.read.batch import Batch, copy_batches
 from dlac_pipeline.spec.job_spec import JobSpec
@@ -74,19 +75,24 @@ def _replica_run() -> "type[TrainingRun]":
 class TrainingRun:
     """A rank of an attempt."""
 
+    ends_with_launcher = True
+    """True if the attempt ends when the launcher of a rank does, where no supervisor watches the ranks."""
+
     def __init__(self, folder: Path | None, spec: JobSpec, *, takeover: bool, held: ExitStack) -> None:
         """Join the run, for `training_run`. `held` keeps the resources that the run holds until it is closed."""
         self.spec = spec
-        rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-        self.rank = global_rank()  # RANK is that in the replica group, if any
+        process = this_process()
+        self.rank = process.rank_of_all
         self._folder = folder
-        self._events = EventWriter(folder, rank)
+        self._events = EventWriter(folder, process.rank)
         self._heartbeat = HeartbeatWriter(folder, self.rank)
         prepare_process(spec)
         hang_timeout_s = spec.launch.hang_timeout_s
-        self._communicator = Communicator(rank, world_size, self._heartbeat.waits, hang_timeout_s=hang_timeout_s)
+        self._communicator = Communicator(process, self._heartbeat.waits, hang_timeout_s=hang_timeout_s)
         self.world_size = self._communicator.world_size
-        self._policy = CheckpointPolicy(spec, rank, folder, self._events)
+        self._policy = CheckpointPolicy(
+            spec, process.rank, folder, self._events, ends_with_launcher=self.ends_with_launcher
+        )
         held.callback(self._policy.close)  # closed last: a dead peer must not keep this rank past its deadline
         self._plans = startup.open_plans(spec, supervised=folder is not None)
         self._lakehouse = self._plans.lakehouse

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from dlac_pipeline.checkpoint.collectives import RankTree
+from dlac_pipeline.elastic.ranks.this_process import GROUP_VARIABLE
 from dlac_pipeline.extensions.replicas import own_launch
 from dlac_pipeline.extensions.replicas.own_launch import OwnLaunch
-from dlac_pipeline.extensions.replicas.rank import GROUP_VARIABLE, is_dead
+from dlac_pipeline.extensions.replicas.rank import is_dead
 from dlac_pipeline.lakehouse.errors import RunBusy, SpecInvalid, TrainingFailed
 from dlac_pipeline.lakehouse.ledger.typed_rows import ClaimRow
 from dlac_pipeline.plan.plan import Plans

@@ -12,6 +12,7 @@ from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.plan.legs.choice import first_leg
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.plan.planner import make_plan
+from dlac_pipeline.plan.slots import DataCoordinate
 from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.read.opening.open_leg import OpenLeg, open_leg
 from dlac_pipeline.spec.job_spec import OrderSpec, SequenceSpec, SourceSpec
@@ -48,7 +49,9 @@ def test_shares_are_the_global_batch(opened: OpenLeg, seed: int) -> None:
             for _ in range(draw.choice([1, 1, 1, 2])):
                 if draw.random() < 0.4:
                     present = sorted(draw.sample(range(5), draw.randint(1, 5)))
-                parts = [groups[each].read(whole.step, (at, len(present))) for at, each in enumerate(present)]
+                parts = [
+                    groups[each].read(whole.step, DataCoordinate(at, len(present))) for at, each in enumerate(present)
+                ]
                 rows = torch.cat([part["row_id"][part.valid] for part in parts])
                 assert rows.tolist() == whole["row_id"][whole.valid].tolist()
                 assert {len(part.valid) for part in parts} <= {24 // len(present), -(-24 // len(present))}
@@ -59,7 +62,7 @@ def test_uneven_shares_average_to_the_mean(opened: OpenLeg) -> None:
     whole = read_alone(opened)[0]
     with ExitStack() as held:
         groups = [held.enter_context(closing(ShareReader(opened))) for _ in range(5)]
-        parts = [group.read(1, (at, 5)) for at, group in enumerate(groups)]
+        parts = [group.read(1, DataCoordinate(at, 5)) for at, group in enumerate(groups)]
     losses = [part.mean(part["x"].double().sum(-1)) for part in parts]
     assert sum(losses) / 5 == pytest.approx(float(whole["x"].double().sum(-1).mean()), rel=1e-12)
 
@@ -75,7 +78,7 @@ def test_last_step_has_no_successor(opened: OpenLeg) -> None:
 def test_more_groups_than_samples_are_refused(opened: OpenLeg) -> None:
     """Each group needs a slot of the global batch."""
     with closing(ShareReader(opened)) as reader, pytest.raises(SpecInvalid, match="batch size 24, found 25"):
-        reader.read(1, (0, 25))
+        reader.read(1, DataCoordinate(0, 25))
 
 
 def test_packed_leg_is_refused(arena: Arena) -> None:

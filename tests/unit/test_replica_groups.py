@@ -31,6 +31,7 @@ from dlac_pipeline.extensions.replicas.rank import (
 )
 from dlac_pipeline.extensions.replicas.torchft_state import TorchFTState
 from dlac_pipeline.lakehouse.errors import CursorMismatch, RunBusy, ScriptInvalid, TrainingFailed
+from dlac_pipeline.plan.slots import DataCoordinate
 from dlac_pipeline.spec.job_spec import parse_spec
 from dlac_pipeline.track.tracker import ReaderStateTracker
 from dlac_pipeline.train.checkpoint_policy import CheckpointPolicy
@@ -193,7 +194,7 @@ class Replica:
 
     def __init__(self, folder: Path, number: int) -> None:
         self.group = group_of(folder, number)
-        self.group.share = (number, 2)
+        self.group.share = DataCoordinate(number, 2)
         self.policy = CheckpointPolicy(SPEC, 0, None, MagicMock())
         self.policy.resumed(MagicMock(step=0, head_step=0), MagicMock())
         self.tracker = ReaderStateTracker(committed_step=0, groups=range(1))
@@ -263,7 +264,7 @@ def test_skipped_steps_follow_the_committer(replicas: list[Replica]) -> None:
     newcomer.checkpointing.load_peer_state(peer.checkpointing.peer_state())
     expected = [(1, 1, True), (2, 2, False), (3, 3, True)]
     for replica in (newcomer, peer):
-        replica.group.share = (0, 2)
+        replica.group.share = DataCoordinate(0, 2)
         vars(replica.checkpointing)["_owns_head"] = True
         replica.checkpointing.take("steps")
         assert replica.saved == expected

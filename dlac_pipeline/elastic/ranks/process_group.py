@@ -10,6 +10,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from dlac_pipeline.elastic.ranks.addresses import GLOO_INTERFACE, LOOPBACK, interface_of, listen_at, own_address
+from dlac_pipeline.elastic.ranks.this_process import this_process
 
 _STORE_TIMEOUT = timedelta(seconds=300)
 _SERVED: list[TCPStore] = []
@@ -25,7 +26,8 @@ def join() -> None:
     if dist.is_initialized():
         return
     # Gloo uses loopback if all ranks are on this node, as a supervisor records it in the environment.
-    is_alone = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE", "1")
+    this = this_process()
+    is_alone = this.ranks_here == this.world_size
     interface = interface_of(LOOPBACK)
     if is_alone and interface:
         os.environ.setdefault(GLOO_INTERFACE, interface)
@@ -63,7 +65,8 @@ def serve_group_store() -> None:
 
     Nothing is served where torchrun serves a store, and where MASTER_ADDR is another node. Raises as `listen_at`.
     """
-    is_first = os.environ.get("RANK") == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    this = this_process()
+    is_first = this.has_rank and this.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     if not is_first or dist.is_initialized() or _SERVED or "MASTER_PORT" not in os.environ:
         return
     address = own_address(os.environ.get("MASTER_ADDR", ""))

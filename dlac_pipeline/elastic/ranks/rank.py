@@ -23,7 +23,7 @@ from setproctitle import getproctitle, setproctitle
 
 from dlac_pipeline.elastic.ranks.launch_folder import log_file, pid_file, reason_file
 from dlac_pipeline.elastic.ranks.script_errors import describe_exception, text_of
-from dlac_pipeline.extensions.replicas.rank import GROUP_VARIABLE, first_rank
+from dlac_pipeline.elastic.ranks.this_process import this_process
 from dlac_pipeline.lakehouse.errors import DlacError, ScriptInvalid, error_kind
 from dlac_pipeline.lakehouse.masking import mask_secrets, mask_setting, note_secrets
 
@@ -71,11 +71,6 @@ def without_main_module() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
-def global_rank() -> int:
-    """Return the number of this rank among all ranks of its attempt. Without a launcher it is 0."""
-    return first_rank() + int(os.environ.get("RANK", "0"))
-
-
 def main(script: str, *arguments: str) -> NoReturn:
     """Run the training script, in a process of `multiprocessing` whose environment names the rank."""
     try:
@@ -92,7 +87,8 @@ def main(script: str, *arguments: str) -> NoReturn:
 
 
 def _prepare(script: str, arguments: tuple[str, ...]) -> None:
-    folder, rank = Path(os.environ[LAUNCH_VARIABLE]), global_rank()
+    folder, this = Path(os.environ[LAUNCH_VARIABLE]), this_process()
+    rank = this.rank_of_all
     with suppress(PermissionError):  # it leads one already
         os.setpgid(0, 0)
     end_with_supervisor()
@@ -100,8 +96,8 @@ def _prepare(script: str, arguments: tuple[str, ...]) -> None:
         os.dup2(nothing.fileno(), 0)
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-    of_group = f" group {os.environ[GROUP_VARIABLE]}" if GROUP_VARIABLE in os.environ else ""
-    setproctitle(f"dlac {os.environ[RUN_VARIABLE]}{of_group} rank {os.environ['RANK']}/{os.environ['WORLD_SIZE']}")
+    of_group = "" if this.group is None else f" group {this.group}"
+    setproctitle(f"dlac {os.environ[RUN_VARIABLE]}{of_group} rank {this.rank}/{this.world_size}")
     reason_file(folder, rank).write_bytes(b" " * _RESERVED_BYTES)
     pid_file(folder, rank).write_text(str(os.getpid()))
     _be_a_new_python(script, arguments)
@@ -150,7 +146,8 @@ def _run(script: str) -> int:
     """Run the script and return its exit status. The reason of a failure is recorded."""
     try:
         # PyTorch would listen at every address. A new Python that is the only rank does not import it for that.
-        if os.environ["RANK"] == "0" and (os.environ["WORLD_SIZE"] != "1" or "torch" in sys.modules):
+        this = this_process()
+        if this.rank == 0 and (this.world_size > 1 or "torch" in sys.modules):
             from dlac_pipeline.elastic.ranks.process_group import serve_group_store
 
             serve_group_store()
@@ -199,7 +196,7 @@ def leave_reason(err: BaseException) -> None:
         reason["kind"] = error_kind(err)
         reason["message"] = mask_secrets(text_of(err))[: _RESERVED_BYTES // 8]
         reason["detail"] = mask_setting("", json.loads(json.dumps(getattr(err, "detail", {}), default=repr)))
-    with reason_file(folder, global_rank()).open("r+b") as stream:
+    with reason_file(folder, this_process().rank_of_all).open("r+b") as stream:
         stream.write(_fit(reason).ljust(_RESERVED_BYTES))
 
 

@@ -28,8 +28,8 @@ from dlac_pipeline.extensions.replicas.rank import (
     read_lighthouse,
     write_reached,
 )
-from dlac_pipeline.extensions.replicas.share_reader import Share
 from dlac_pipeline.lakehouse.errors import ScriptInvalid, TrainingFailed
+from dlac_pipeline.plan.slots import DataCoordinate
 from dlac_pipeline.supervise.liveness.heartbeat import Phase, read_heartbeat
 from dlac_pipeline.train.communicator import Communicator
 
@@ -117,7 +117,7 @@ class ReplicaGroup:
         """Returns this rank's own report."""
         self.head_step = 0
         """Step of the last checkpoint that this group knows."""
-        self.share: Share = (number, groups)
+        self.share = DataCoordinate(number, groups)
         """Place in the last quorum, and number of groups in it."""
         self.reduced: Reduced | None = None
         """The last step, if it committed."""
@@ -156,15 +156,15 @@ class ReplicaGroup:
         return self._launch.rejoins
 
     @property
-    def rank_share(self) -> Share:
-        """Place of this rank among the ranks of the last quorum, and their number."""
-        (place, groups), size = self.share, self._communicator.world_size
-        return place * size + self._communicator.rank, groups * size
+    def coordinate(self) -> DataCoordinate:
+        """Share of this rank among the ranks of the last quorum."""
+        size = self._communicator.world_size
+        return DataCoordinate(self.share.index * size + self._communicator.rank, self.share.count * size)
 
     @property
     def commits(self) -> bool:
         """True if this group takes the checkpoints of its attempt."""
-        return self.share[0] == 0
+        return self.share.index == 0
 
     def join(self, state: State) -> None:
         """Take part with this state. A process that rejoins has none until its first quorum."""
@@ -207,7 +207,7 @@ class ReplicaGroup:
             elif self._manager.current_step() == _NO_STATE:
                 raise self._no_state()
             else:
-                self.share = (self._manager.participating_rank(), self._manager.num_participants())
+                self.share = DataCoordinate(self._manager.participating_rank(), self._manager.num_participants())
                 self.has_met = self.has_peers = True
                 if self._is_first:
                     self._launch.met()

@@ -3,8 +3,9 @@
 import os
 
 from dlac_pipeline.elastic.ranks.environment import defaults_of
+from dlac_pipeline.elastic.ranks.this_process import GROUP_VARIABLE, this_process
 from dlac_pipeline.extensions.replicas.lighthouse import check_torchft
-from dlac_pipeline.extensions.replicas.rank import GROUP_VARIABLE, OWN_GROUP_VARIABLE
+from dlac_pipeline.extensions.replicas.rank import OWN_GROUP_VARIABLE
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.spec.job_spec import JobSpec
 
@@ -17,8 +18,8 @@ def take_own_group(spec: JobSpec) -> None:
             f"expected {OWN_GROUP_VARIABLE} of 0 to {launch.replicas - 1} for a replica group that `dlac train` does not start, "
             f"found {number or 'none'!r}: start each group with a torchrun of its own, and with its number"
         )
-    ranks, ranks_here = (os.environ.get(name, "1") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-    if not int(ranks) == int(ranks_here) == launch.ranks_per_replica:
+    ranks, ranks_here = this_process().world_size, this_process().ranks_here or 1
+    if not ranks == ranks_here == launch.ranks_per_replica:
         raise SpecInvalid(
             f"expected launch.ranks_per_replica = {launch.ranks_per_replica} ranks of group {number} on this node, found "
             f"{ranks} ranks, {ranks_here} of them here: give torchrun --nproc-per-node {launch.ranks_per_replica}"

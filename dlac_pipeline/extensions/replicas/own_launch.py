@@ -15,10 +15,11 @@ from pathlib import Path
 
 import psutil
 
+from dlac_pipeline.elastic.ranks.this_process import this_process
 from dlac_pipeline.extensions.replicas.group import GroupLaunch
 from dlac_pipeline.extensions.replicas.group_locks import GroupLocks
 from dlac_pipeline.extensions.replicas.own_rejoin import OwnRejoin
-from dlac_pipeline.extensions.replicas.rank import GROUP_VARIABLE, has_held, mark_dead
+from dlac_pipeline.extensions.replicas.rank import has_held, mark_dead
 from dlac_pipeline.extensions.replicas.shared_lighthouse import LighthouseWatch
 from dlac_pipeline.lakehouse.errors import Preempted, RunFinished, SpecInvalid, TrainingFailed
 from dlac_pipeline.lakehouse.ledger.older_ledger import LedgerWatch
@@ -31,7 +32,6 @@ from dlac_pipeline.supervise.start.resume_point import ResumePoint, resume_point
 from dlac_pipeline.train.communicator import Communicator
 from dlac_pipeline.train.own_reports import was_restarted
 from dlac_pipeline.train.startup import (
-    LAUNCHED_VARIABLE,
     await_resume_point,
     claim_now,
     decide_on_first,
@@ -61,9 +61,10 @@ class OwnLaunch(GroupLaunch):
             SystemExit: torchrun has started this group again, and the others have ended the run. The exit status is 0.
             DlacError: as `start_attempt`.
         """
-        self._spec, self._group = spec, int(os.environ[GROUP_VARIABLE])
-        self._first_rank = self._group * communicator.world_size
-        self._launcher = os.getppid() if LAUNCHED_VARIABLE in os.environ else 0
+        process = this_process()
+        assert process.group is not None, "take_own_group has named it"
+        self._spec, self._group, self._first_rank = spec, process.group, process.first_rank
+        self._launcher = 0 if process.local_rank is None else os.getppid()
         self._has_met = False
         self._locks = GroupLocks(spec, self._group, held)
         decided = json.loads(decide_on_first(communicator, spec, partial(self._decide, plans, takeover=takeover)))

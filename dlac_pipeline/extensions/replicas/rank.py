@@ -12,8 +12,6 @@ from dlac_pipeline.lakehouse.durable_io import lock_at_once
 from dlac_pipeline.lakehouse.errors import RunBusy
 from dlac_pipeline.spec.launch_spec import LaunchSpec
 
-GROUP_VARIABLE = "DLAC_REPLICA_GROUP"
-"""Variable with the number of the replica group. RANK and WORLD_SIZE are those within the group."""
 REJOINS_VARIABLE = "DLAC_REJOINS"
 """Variable that is set in a process that replaces a dead one of the same attempt."""
 OWN_GROUP_VARIABLE = "REPLICA_GROUP_ID"
@@ -30,11 +28,6 @@ def limit_s(launch: LaunchSpec) -> float:
 
 _HELD_WITHIN_S = 10.0
 _POLL_S = 0.02
-
-
-def first_rank() -> int:
-    """Return the number of the first rank of this rank's replica group among all ranks of the attempt. 0 without groups."""
-    return int(os.environ.get(GROUP_VARIABLE, "0")) * int(os.environ.get("WORLD_SIZE", "1"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,9 +20,9 @@ from dlac_pipeline.extensions.replicas.group import GroupLaunch, ReplicaGroup
 from dlac_pipeline.extensions.replicas.own_group import take_own_group
 from dlac_pipeline.extensions.replicas.own_launch import OwnLaunch
 from dlac_pipeline.extensions.replicas.rank import REJOINS_VARIABLE, limit_s
-from dlac_pipeline.extensions.replicas.share_reader import Share, ShareReader
+from dlac_pipeline.extensions.replicas.share_reader import ShareReader
 from dlac_pipeline.lakehouse.errors import ScriptInvalid, TrainingFailed
-from dlac_pipeline.plan.slots import groups_of_slots, slots_of
+from dlac_pipeline.plan.slots import DataCoordinate, groups_of_slots, slots_of
 from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.read.opening.open_leg import OpenLeg
 from dlac_pipeline.spec.job_spec import JobSpec
@@ -34,6 +34,8 @@ from dlac_pipeline.train.training_run import TrainingRun
 
 class ReplicaRun(TrainingRun):
     """One rank of a replica group of one attempt. `rank` is its number among the ranks of all groups."""
+
+    ends_with_launcher = False  # a group whose launcher has died is a dead group: the others train on
 
     def __init__(self, folder: Path | None, spec: JobSpec, *, takeover: bool, held: ExitStack) -> None:
         """Join the run, for `training_run`. Without a supervisor, raises as `take_own_group` and `OwnLaunch`."""
@@ -116,10 +118,10 @@ class ReplicaRun(TrainingRun):
         self._events.write(event)
         self._events.open(self._launch_folder if self._group.commits else None)
 
-    def _next_share(self) -> tuple[int, Share] | None:
+    def _next_share(self) -> tuple[int, DataCoordinate] | None:
         """Form the next quorum. Return the step that follows, and this rank's share of it. None: the groups have ended."""
         self._meet()
-        return None if self._replica.ends else (self.step + 1, self._group.rank_share)
+        return None if self._replica.ends else (self.step + 1, self._group.coordinate)
 
     def _meet(self) -> None:
         """Form the next quorum. The peers of a newcomer wait until it has the state of one of them."""
@@ -167,7 +169,7 @@ class ReplicaRun(TrainingRun):
 class QuorumReader:
     """Reader of a rank of a replica group. The next batch follows the last committed step of the next quorum."""
 
-    def __init__(self, opened: OpenLeg, next_share: Callable[[], tuple[int, Share] | None]) -> None:
+    def __init__(self, opened: OpenLeg, next_share: Callable[[], tuple[int, DataCoordinate] | None]) -> None:
         self.groups = range(0)
         """Key groups of the last batch."""
         self._settings, self._seed = opened.order.settings, opened.leg.seed
@@ -178,10 +180,10 @@ class QuorumReader:
         """Yield the remaining batches, and again those of steps that did not commit."""
         while (found := self._next_share()) is not None and self._shares.has(found[0]):
             step, share = found
-            slots = slots_of(*share, self._settings.batch_size)
+            slots = slots_of(share.index, share.count, self._settings.batch_size)
             self.groups = groups_of_slots(slots.start, slots.stop, self._settings.samples_per_group)
             batch = self._shares.read(step, share)
-            seed_rng(self._seed, step, share[0])  # a step depends on its membership only
+            seed_rng(self._seed, step, share.index)  # a step depends on its membership only
             yield batch
 
     def close(self) -> None:

@@ -7,12 +7,10 @@ global batch, whatever the groups read before. Legs whose rows are counted befor
 from collections.abc import Iterator
 
 from dlac_pipeline.lakehouse.errors import SpecInvalid
+from dlac_pipeline.plan.slots import DataCoordinate
 from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.read.opening.open_leg import OpenLeg
 from dlac_pipeline.read.reader import RankReader
-
-Share = tuple[int, int]
-"""Place of a group among the groups present, and their number."""
 
 
 class ShareReader:
@@ -26,7 +24,7 @@ class ShareReader:
                 "transforms rows: leave launch.replicas out, or make these rows in a table of their own"
             )
         self._opened = opened
-        self._share: Share | None = None
+        self._coordinate: DataCoordinate | None = None
         self._reader: RankReader | None = None
         self._batches: Iterator[Batch] = iter(())
         self._batch: Batch | None = None
@@ -38,10 +36,10 @@ class ShareReader:
         last = self._opened.order.total_steps
         return last is None or step <= last
 
-    def read(self, step: int, share: Share) -> Batch:
+    def read(self, step: int, coordinate: DataCoordinate) -> Batch:
         """Return the group's share of the global batch of `step`, which the leg has."""
-        if share != self._share or step not in (self._step, self._step + 1):
-            self._open(step, share)
+        if coordinate != self._coordinate or step not in (self._step, self._step + 1):
+            self._open(step, coordinate)
         if step != self._step or self._batch is None:
             self._batch, self._step = next(self._batches), step
         return self._batch
@@ -51,9 +49,10 @@ class ShareReader:
         if self._reader is not None:
             self._reader.close()
 
-    def _open(self, step: int, share: Share) -> None:
+    def _open(self, step: int, coordinate: DataCoordinate) -> None:
         self.close()
-        place, groups = share
-        self._reader = self._opened.reader(rank=place, world_size=groups, step=step - 1, uneven=True)
+        self._reader = self._opened.reader(
+            rank=coordinate.index, world_size=coordinate.count, step=step - 1, uneven=True
+        )
         self._batches, self._batch = iter(self._reader), None
-        self._share, self._step = share, step - 1
+        self._coordinate, self._step = coordinate, step - 1

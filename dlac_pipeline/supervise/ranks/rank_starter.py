@@ -15,8 +15,9 @@ from dlac_pipeline.elastic import fork_server
 from dlac_pipeline.elastic.rank_assignment import Share
 from dlac_pipeline.elastic.ranks.addresses import free_port
 from dlac_pipeline.elastic.ranks.processes import Processes, RankProcesses
+from dlac_pipeline.elastic.ranks.this_process import GROUP_VARIABLE
 from dlac_pipeline.extensions.replicas.lighthouse import Lighthouse
-from dlac_pipeline.extensions.replicas.rank import GROUP_VARIABLE, REJOINS_VARIABLE
+from dlac_pipeline.extensions.replicas.rank import REJOINS_VARIABLE
 from dlac_pipeline.extensions.replicas.replica_ranks import ReplicaRanks
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.ranks.local_ranks import RankGroup

@@ -1,0 +1,80 @@
+"""This process among those of its job, by the variables of its launcher: a supervisor, torchrun, or the `deepspeed` launcher.
+
+The rest of the core reads these variables here: RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE.
+"""
+
+import os
+from dataclasses import dataclass
+
+from dlac_pipeline.lakehouse.errors import SpecInvalid
+from dlac_pipeline.plan.slots import DataCoordinate
+
+GROUP_VARIABLE = "DLAC_PROCESS_GROUP"
+"""Variable with the number of this process's group, if an attempt has several process groups, which are equally large."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ThisProcess:
+    """A process of a job. Its process group has all ranks of the attempt, unless the attempt has several groups."""
+
+    rank: int = 0
+    """Number in the process group."""
+    world_size: int = 1
+    """Number of processes in the process group."""
+    has_rank: bool = False
+    """True if a launcher has numbered the process."""
+    group: int | None = None
+    """Number of the process group. None: the attempt has no other one."""
+    local_rank: int | None = None
+    """Number among the processes of the group on this node. None: no launcher has counted them."""
+    ranks_here: int | None = None
+    """Number of these processes. None: no launcher has counted them."""
+
+    @property
+    def first_rank(self) -> int:
+        """Number of the first process of the group among all ranks of the attempt."""
+        return (self.group or 0) * self.world_size
+
+    @property
+    def rank_of_all(self) -> int:
+        """Number among all ranks of the attempt."""
+        return self.first_rank + self.rank
+
+    @property
+    def coordinate(self) -> DataCoordinate:
+        """The share of each batch that the process reads, if its process group has all ranks of the attempt."""
+        return DataCoordinate(self.rank, self.world_size)
+
+
+def this_process() -> ThisProcess:
+    """Read the environment. Raise `SpecInvalid` if a variable is no number."""
+    rank, world_size = _numbers(RANK="0", WORLD_SIZE="1")
+    local_rank, ranks_here = _numbers(LOCAL_RANK="", LOCAL_WORLD_SIZE="")
+    (group,) = _numbers(**{GROUP_VARIABLE: ""})
+    if (
+        local_rank is not None and ranks_here
+    ):  # a supervisor counts through the groups of a node: each rank has a device
+        local_rank %= ranks_here
+    return ThisProcess(
+        rank=rank or 0,
+        world_size=world_size or 1,
+        has_rank="RANK" in os.environ,
+        group=group,
+        local_rank=local_rank,
+        ranks_here=ranks_here,
+    )
+
+
+def stated_world_size() -> str:
+    """Return the world size as the environment states it."""
+    return os.environ.get("WORLD_SIZE", "1")
+
+
+def _numbers(**defaults: str) -> list[int | None]:
+    """Return the numbers in variables. None: neither the environment nor `defaults` has one."""
+    found = {name: os.environ.get(name, default) for name, default in defaults.items()}
+    try:
+        return [int(value) if value or name in os.environ else None for name, value in found.items()]
+    except ValueError as err:
+        values = " and ".join(map(repr, found.values()))
+        raise SpecInvalid(f"expected numbers in {' and '.join(found)}, found {values}: correct or unset them") from err

@@ -1,0 +1,53 @@
+"""A process among those of its job, by the variables of its launcher."""
+
+from __future__ import annotations
+
+import pytest
+
+from dlac_pipeline.elastic.ranks.this_process import GROUP_VARIABLE, ThisProcess, this_process
+from dlac_pipeline.lakehouse.errors import SpecInvalid
+from dlac_pipeline.plan.slots import DataCoordinate
+
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", GROUP_VARIABLE)
+
+
+@pytest.mark.parametrize(
+    ("environment", "found", "rank_of_all"),
+    [
+        ({}, ThisProcess(), 0),
+        (
+            {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"},
+            ThisProcess(rank=5, world_size=8, has_rank=True, local_rank=1, ranks_here=4),
+            5,
+        ),
+        (  # the `deepspeed` launcher
+            {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"},
+            ThisProcess(rank=5, world_size=8, has_rank=True, local_rank=1),
+            5,
+        ),
+        (  # a supervisor counts LOCAL_RANK through all groups, torchrun in its own
+            {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "5", "LOCAL_WORLD_SIZE": "2", GROUP_VARIABLE: "2"},
+            ThisProcess(rank=1, world_size=2, has_rank=True, group=2, local_rank=1, ranks_here=2),
+            5,
+        ),
+    ],
+)
+def test_launchers_number_a_process(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], found: ThisProcess, rank_of_all: int
+) -> None:
+    """Ranks count in their process group, and among all groups of the attempt if there are several."""
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert this_process() == found
+    assert found.rank_of_all == rank_of_all
+    assert found.coordinate == DataCoordinate(found.rank, found.world_size)
+
+
+def test_other_texts_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variable that is no number is named."""
+    monkeypatch.setenv("LOCAL_RANK", "first")
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    with pytest.raises(SpecInvalid, match="LOCAL_RANK and LOCAL_WORLD_SIZE, found 'first' and ''"):
+        this_process()
