@@ -24,8 +24,6 @@ _LOG_BYTES = 2**20
 """Size from which a log of earlier launches is started again."""
 _ENDS_WITHIN_S = 5.0
 _POLL_S = 0.01
-_OF_REPLICAS = ("torchft", "dlac_pipeline.extensions.replicas.run")
-"""Modules that the ranks of a job with replica groups import."""
 _NO_THREADS = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 """Variables that keep imports from beginning threads: OpenBLAS would, and so would CUDA's driver when it is asked for devices."""
 _LOCK = threading.Lock()
@@ -115,7 +113,7 @@ def _preload_of(spec: JobSpec) -> dict[str, str | list[str]]:
         "log": str(log),
         "problem": str(problem),
         "folder": str(Path(spec.launch.script).parent),
-        "modules": [*spec.launch.preload, *(_OF_REPLICAS if spec.launch.replicas else ())],
+        "modules": spec.launch.preload,
     }
 
 

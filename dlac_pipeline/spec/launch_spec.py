@@ -186,6 +186,11 @@ class LaunchSpec(Section):
         return self
 
     @property
+    def healing(self) -> str:
+        """Name of the entry of `dlac.healing` that starts the ranks and heals them. Empty: a dead rank ends the attempt."""
+        return "replicas" if self.replicas else ""
+
+    @property
     def min_nodes(self) -> int:
         """The least number of nodes."""
         return int(self.nodes.partition(":")[0] or 1)

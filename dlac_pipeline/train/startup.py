@@ -41,7 +41,7 @@ def job_spec(folder: Path | None, spec: str | Path | None) -> JobSpec:
         )
     read = read_spec(Path(spec)).resolved(home_folder())
     world_size = stated_world_size()
-    if read.launch.replicas:
+    if read.launch.healing:  # the ranks of this process group may be a part of all
         return read
     raw = {**read.model_dump(), "launch": {**read.launch.model_dump(), "world_size": world_size}}
     return parse_spec(raw, origin=f"the job spec under WORLD_SIZE={world_size}")
@@ -119,7 +119,7 @@ def claim_now(plans: Plans, spec: JobSpec, *, from_memory: bool) -> ResumePoint:
 
 def own_folder(spec: JobSpec, nonce: str) -> Path | None:
     """Return the launch folder of ranks that another launcher started, on their own node, or None without a launcher."""
-    has_folder = this_process().local_rank is not None or spec.launch.replicas
+    has_folder = this_process().local_rank is not None or spec.launch.healing
     return Path(spec.checkpoint.local) / spec.run / f"launch-{nonce}" if has_folder else None
 
 

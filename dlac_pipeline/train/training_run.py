@@ -21,6 +21,7 @@ from dlac_pipeline.read.batch import Batch, copy_batches
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.liveness.heartbeat import Phase
 from dlac_pipeline.supervise.liveness.heartbeat_writer import HeartbeatWriter
+from dlac_pipeline.supervise.ranks.healing import healing_of
 from dlac_pipeline.supervise.ranks.rank_events import EventWriter
 from dlac_pipeline.train import startup
 from dlac_pipeline.train.checkpoint_policy import CheckpointPolicy
@@ -48,7 +49,8 @@ def training_run(spec: str | Path | None = None, *, takeover: bool = False) -> "
     folder = Path(os.environ[LAUNCH_VARIABLE]) if LAUNCH_VARIABLE in os.environ else None
     with ExitStack() as held:
         job = startup.job_spec(folder, spec)
-        kind = _replica_run() if job.launch.replicas else TrainingRun
+        healing = healing_of(job.launch)
+        kind: type[TrainingRun] = TrainingRun if healing is None else healing.run_type()
         run = kind(folder, job, takeover=takeover, held=held)
         try:
             yield run
@@ -64,12 +66,6 @@ def training_run(spec: str | Path | None = None, *, takeover: bool = False) -> "
             raise
         finally:
             run.close()
-
-
-def _replica_run() -> "type[TrainingRun]":
-    from dlac_pipeline.extensions.replicas.run import ReplicaRun  # imports this module
-
-    return ReplicaRun
 
 
 class TrainingRun:

@@ -144,7 +144,7 @@ def check_memory(spec: JobSpec) -> None:
 def memory_folder(spec: JobSpec) -> Path | None:
     """Return the folder of a run's memory states on this node, or None if none are kept, as by replica groups."""
     memory = Path(spec.checkpoint.memory)
-    if not spec.checkpoint.memory or spec.launch.replicas or not memory.is_dir():
+    if not spec.checkpoint.memory or spec.launch.healing or not memory.is_dir():
         return None
     place = sha256(f"{Path(spec.checkpoint.local).resolve()}/{spec.run}".encode()).hexdigest()[:12]
     return memory / f"dlac-{os.getuid()}" / f"{spec.run}-{place}"

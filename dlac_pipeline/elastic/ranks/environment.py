@@ -16,9 +16,6 @@ NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
 """Variable with the network interface of NCCL, which finds one automatically on several nodes."""
 GROUP_SETTINGS = {"TORCH_GLOO_LAZY_INIT": "1"}
 """Ranks connect when they first talk to each other. Else each group of n ranks begins with n * n questions to one store."""
-REPLICA_SETTINGS = {"TORCH_GLOO_LAZY_INIT": "0", "RUST_LOG": "error"}
-"""Replica groups connect at once. A group that waits for the first connection of a dead one would wait for the time limit.
-torchft would log each step."""
 _LOCK = threading.RLock()
 
 
@@ -27,8 +24,7 @@ def defaults_of(spec: JobSpec) -> dict[str, str]:
     # Ranks that all are on one node talk through loopback, where no other node reaches them.
     loopback = interface_of(LOOPBACK) if spec.launch.max_nodes == 1 else ""
     alone = {GLOO_INTERFACE: loopback, NCCL_INTERFACE: loopback} if loopback else {}
-    groups = REPLICA_SETTINGS if spec.launch.replicas else GROUP_SETTINGS
-    return {**ALLOCATOR_SETTINGS, **groups, **alone, "OMP_NUM_THREADS": "1"}
+    return {**ALLOCATOR_SETTINGS, **GROUP_SETTINGS, **alone, "OMP_NUM_THREADS": "1"}
 
 
 def environment_of(spec: JobSpec) -> dict[str, str]:

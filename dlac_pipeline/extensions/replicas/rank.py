@@ -17,6 +17,10 @@ REJOINS_VARIABLE = "DLAC_REJOINS"
 OWN_GROUP_VARIABLE = "REPLICA_GROUP_ID"
 """Variable with the number of the replica group without a supervisor. torchft has named it."""
 
+SETTINGS = {"TORCH_GLOO_LAZY_INIT": "0", "RUST_LOG": "error"}
+"""Variables of the ranks of groups, unless they are set. Groups connect at once: one that waits for the first connection of a
+dead one would wait for the time limit. torchft would log each step."""
+
 HANG_MARGIN_S = 60.0
 """Seconds for which groups wait for a hung one beyond the moment at which the supervisor kills it, if it runs."""
 
