@@ -124,7 +124,7 @@ class CheckpointManager:
         return self._pending is not None and not self._pending.done()
 
     def continue_after(self, parent: str | None, *, leg_is_new: bool) -> None:
-        """Continue after a checkpoint that another replica group of this attempt committed. None is in progress here."""
+        """Continue after a checkpoint that another process group of this attempt committed. None is in progress here."""
         self._trained = replace(self._trained, parent=parent, is_new=leg_is_new)
         self._committer = Committer(self._trained, self._spec, self._lakehouse, self._tiers)
         self.head, self._failure = parent, None

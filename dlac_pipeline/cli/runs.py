@@ -86,7 +86,7 @@ def incidents(
 ) -> None:
     """List recoveries: cause, how the failure was noticed, seconds of each phase, rows replayed, work lost, outcome.
 
-    For one run, a table of the replica groups that were present follows, if it has such groups. JSON has the recoveries only.
+    For one run, a table of the groups that were present follows, if it trains in groups. JSON has the recoveries only.
     """
     from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
     from dlac_pipeline.lakehouse.ledger.typed_rows import MembershipRow
@@ -103,7 +103,7 @@ def incidents(
     for each in found:
         ui.OUT.print(ui.facts_table(describe_incident(each)), "", sep="")
     if run is not None and (changes := ledger.rows(run, kinds=(MembershipRow,))):
-        names = ("from step", "attempt", "replica groups present")
+        names = ("from step", "attempt", "groups present")
         present = [(f"{row.first_step:,}", str(row.attempt), ", ".join(map(str, row.groups))) for row in changes]
         ui.show_table(names, present, right=names[:2], empty="")
 

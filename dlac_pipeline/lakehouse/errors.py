@@ -185,7 +185,7 @@ class SteppedAside(LedgerError, exit_code=83):
 
 
 class HeadMoved(LedgerError):
-    """The head is neither my parent nor me, under my own attempt: another replica group, a bug, or a hand in the ledger."""
+    """The head is neither my parent nor me, under my own attempt: another process group of it, a bug, or a hand in the ledger."""
 
 
 class LedgerOlderThanStore(LedgerError, exit_code=87):

@@ -20,7 +20,7 @@ def _nothing(*losses: torch.Tensor) -> None:
 class Batch:
     """Share of a rank in a global batch: B/W slots. At the end of the last pass the last ones may be empty.
 
-    B/W is rounded up or down for a replica group. Tensors are in host memory, or on the requested device.
+    Where W does not divide B, B/W is rounded up or down. In host memory, or on the requested device.
     """
 
     step: int

@@ -350,7 +350,7 @@ class SupervisedAttempt:
                 self.committed, self._head_step = True, event["step"]
             if ending := ending_of(event):
                 self._ending = ending
-                self._monitor.step = max(self.step, event["step"])  # a dead replica group may not have got there
+                self._monitor.step = max(self.step, event["step"])  # a dead process group may not have got there
             self._publish(event)
 
     def _publish(self, event: Event) -> None:

@@ -233,7 +233,7 @@ class HangDetector:
 
         While one rank starts or loads, the others may wait for it, so all ranks get the longer timeout. A rank that has done
         its last step sends no more heartbeats, because the script may then evaluate or export for any length of time. A rank
-        that waits for other replica groups is not blamed, unless all ranks do.
+        that waits for other process groups is not blamed, unless all ranks do.
         """
         now = self._clock()
         for rank, each in enumerate(heartbeats):

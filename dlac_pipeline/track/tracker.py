@@ -41,7 +41,7 @@ class ReaderStateTracker:
     skipped: list[int] = field(default_factory=list)
     """Steps since then that the engine did not apply."""
     memberships: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
-    """Changes of replica groups since then: (first step, numbers of the groups)."""
+    """Of several process groups: (first step, numbers of those present) of each change since then."""
     earlier: list[AdvanceRow] = field(default_factory=list)
     """Moves since then that other ranks reported before this attempt."""
     _moved: dict[tuple[int, int], list[_Moved]] = field(default_factory=dict)

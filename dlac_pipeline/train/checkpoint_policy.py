@@ -117,7 +117,7 @@ class CheckpointPolicy:
             self._notices.leave_by(time.monotonic() + self._spec.launch.leave_s - sync.notice_age_s)
 
     def follow(self, *, head_step: int) -> None:
-        """Note the step of a checkpoint that another replica group has committed."""
+        """Note the step of a checkpoint that another process group of the attempt has committed."""
         self._head_step = max(self._head_step, head_step)
 
     def leave_as(self, leaving: StepSync | None) -> None:

@@ -101,7 +101,7 @@ def open_attempt(
 ) -> OpenAttempt:
     """Open this rank's part of the attempt that begins at a resume point. Collective. Raises as `check_restored`, `open_leg`.
 
-    A replica group has a reader of its own, which `make_reader` returns, and a name as the `writer` of checkpoints.
+    `make_reader` replaces the reader of the rank's share. `writer` ends the names of checkpoints, if there are several writers.
     """
     attempt = Attempt(run=spec.run, number=point.attempt, nonce=point.nonce)
     opened = open_leg(plans, Leg.from_json(point.leg), spec)

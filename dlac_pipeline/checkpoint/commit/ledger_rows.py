@@ -67,7 +67,7 @@ class RowMaker:
         )
 
     def memberships(self, taken: ReaderStateTracker, checkpoint_id: str) -> list[LedgerRow]:
-        """Return a row for each change of the replica groups."""
+        """Return a row for each change of the process groups present."""
         return [
             MembershipRow(checkpoint_id=checkpoint_id, leg=self._leg.index, first_step=step, groups=groups)
             for step, groups in taken.memberships

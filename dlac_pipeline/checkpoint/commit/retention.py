@@ -22,7 +22,7 @@ _FAILING_S = 10.0
 _OUT = (typed_rows.RetireRow, typed_rows.QuarantinedCheckpointRow)
 _KINDS = (typed_rows.CheckpointRow, typed_rows.NameRow, typed_rows.RewindRow, *_OUT)
 _STAGED = re.compile(r"/step-(\d+)-(\w+?)(-\d+-\w+)?$")
-"""Step, nonce of the attempt, and name of a replica group."""
+"""Step, nonce of the attempt, and name of its writer, if the attempt has several."""
 
 _log = logging.getLogger(__name__)
 
@@ -171,7 +171,7 @@ class Retention:
     def _left_over(self) -> Iterator[str]:
         """Yield the folders of retired checkpoints, and those that no checkpoint has, by unique names.
 
-        The latter are of earlier attempts, or of replica groups of this one that did not commit them: one of that step, or of a
+        The latter are of earlier attempts, or of process groups of this one that did not commit them: one of that step, or of a
         later one, has been committed.
         """
         out = {row.checkpoint_id for row in self._rows if isinstance(row, typed_rows.RetireRow)}

@@ -142,7 +142,7 @@ def check_memory(spec: JobSpec) -> None:
 
 
 def memory_folder(spec: JobSpec) -> Path | None:
-    """Return the folder of a run's memory states on this node, or None if none are kept, as by replica groups."""
+    """Return the folder of a run's memory states on this node, or None if none are kept, as where ranks heal each other."""
     memory = Path(spec.checkpoint.memory)
     if not spec.checkpoint.memory or spec.launch.healing or not memory.is_dir():
         return None

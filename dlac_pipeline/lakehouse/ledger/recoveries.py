@@ -52,7 +52,7 @@ class Recovery:
     first_step_s: float = 0.0
     total_s: float
     outcome: str
-    """One of: resumed, failed again (before its first step), gave up (no attempt followed), rejoined (a replica group in
+    """One of: resumed, failed again (before its first step), gave up (no attempt followed), rejoined (a process group in
     the same attempt)."""
     format_version: int = FORMAT_VERSION
     work_lost_s: float | None = 0.0

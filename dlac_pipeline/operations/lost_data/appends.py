@@ -43,7 +43,7 @@ class _Stored:
     def own_fence(self, seq: int) -> run_rows.Fence:
         """Return the fence of the checkpoint's append."""
         name = self.manifest.checkpoint_id
-        nonce = name.removeprefix(f"{self.manifest.run}-").split("-")[1]  # a replica group has its name after it
+        nonce = name.removeprefix(f"{self.manifest.run}-").split("-")[1]  # the name of a writer may follow it
         return run_rows.Fence(attempt=self.manifest.attempt, nonce=nonce, seq=seq, head=name)
 
 

@@ -27,7 +27,7 @@ class Phase(IntEnum):
     CHECKPOINT = 3
     DONE = 4
     WAITING = 5
-    """In training, for the other replica groups."""
+    """In training, for the other process groups of the attempt."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -29,7 +29,7 @@ class CommittedStep:
     """The first checkpoint of the surviving lineage that includes the step."""
     parent: CheckpointRow | None
     ranks: Sequence[int]
-    """The ranks that trained the step, in the order of their slots. Those of absent replica groups are missing."""
+    """The ranks that trained the step, in the order of their slots. Those of absent process groups are missing."""
     nodes: Sequence[str]
     """Node of each of these ranks. Empty: the ledger does not have them."""
 
@@ -77,12 +77,12 @@ class CommittedSteps:
             claim = claim_of(self.rows, trained)
             nodes = self._nodes_of(trained) if claim.rendezvous else [claim.host] * before.memory_ranks
         ranks = self._ranks_of(checkpoint, step)
-        if len(nodes) != len(ranks):  # they are those of the replica group that took the checkpoint
+        if len(nodes) != len(ranks):  # they are those of the process group that took the checkpoint
             nodes = []
         return CommittedStep(step=step, leg=leg, checkpoint=checkpoint, parent=parent, ranks=ranks, nodes=nodes)
 
     def _ranks_of(self, checkpoint: CheckpointRow, step: int) -> list[int]:
-        """Return the ranks that trained a step: with replica groups, those of the groups that were present."""
+        """Return the ranks that trained a step: of several process groups, those that were present."""
         size, lineage = checkpoint.world_size, {each.checkpoint_id for each in self.lineage}
         known = [
             row
