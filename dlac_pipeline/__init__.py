@@ -1,6 +1,6 @@
 """Data-lake-aware checkpointing: the library that a training script uses.
 
-All of it comes with PyTorch, and is imported on first use: commands which do not train start without it.
+All of it comes with PyTorch, and is imported on first use: commands which do not train start without it. Extensions add names.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from dlac_pipeline.checkpoint.engines import TorchState
     from dlac_pipeline.checkpoint.engines.distributed_state import DistributedState
     from dlac_pipeline.dataset import DlacDataset, open_dataset
+    from dlac_pipeline.extensions.loader_check.row_log import Shadow
     from dlac_pipeline.extensions.replicas.torchft_state import TorchFTState
     from dlac_pipeline.read.batch import Batch
     from dlac_pipeline.train.training_run import TrainingRun, training_run
@@ -17,7 +18,7 @@ __all__ = [
     "Batch",
     "DistributedState",
     "DlacDataset",
-    "TorchFTState",
+    "Shadow",
     "TorchState",
     "TrainingRun",
     "open_dataset",
@@ -28,7 +29,7 @@ _HOMES = {
     "Batch": "dlac_pipeline.read.batch",
     "DistributedState": "dlac_pipeline.checkpoint.engines.distributed_state",
     "DlacDataset": "dlac_pipeline.dataset",
-    "TorchFTState": "dlac_pipeline.extensions.replicas.torchft_state",
+    "Shadow": "dlac_pipeline.extensions.loader_check.row_log",
     "TorchState": "dlac_pipeline.checkpoint.engines",
     "TrainingRun": "dlac_pipeline.train.training_run",
     "open_dataset": "dlac_pipeline.dataset",
@@ -37,8 +38,19 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(_HOMES[name]), name)
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    found = _of_extension(name) if name[:1].isupper() else None  # the names of modules are not
+    if found is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return found
+
+
+def _of_extension(name: str) -> Any:
+    """Return what an extension adds to these names through the entry point group `dlac.names`. None: no extension has it."""
+    from dlac_pipeline.lakehouse.doors import Door
+
+    names = Door(group="dlac.names", noun="name")
+    return names.load(name, setting="dlac_pipeline") if name in names.points() else None

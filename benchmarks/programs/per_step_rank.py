@@ -10,9 +10,10 @@ from per_step_model import FORWARD_S, losses, make  # type: ignore[import-not-fo
 
 import dlac_pipeline as dlac
 from benchmarks.per_step_lab.journal import GroupJournal
+from dlac_pipeline.extensions.replicas.torchft_state import TorchFTState
 
 
-class WatchedState(dlac.TorchFTState):
+class WatchedState(TorchFTState):
     """State whose process may be killed while it is saved or loaded."""
 
     journal: GroupJournal

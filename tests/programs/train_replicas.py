@@ -34,6 +34,7 @@ import dlac_pipeline as dlac
 from dlac_pipeline.checkpoint.commit import coordinator
 from dlac_pipeline.extensions.replicas.peers import StateServer
 from dlac_pipeline.extensions.replicas.rank import REJOINS_VARIABLE, read_lighthouse
+from dlac_pipeline.extensions.replicas.torchft_state import TorchFTState
 from dlac_pipeline.lakehouse.ledger import commits
 from dlac_pipeline.supervise.liveness.heartbeat import Phase, RankHeartbeat, read_heartbeat
 
@@ -56,7 +57,7 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-class DyingState(dlac.TorchFTState):
+class DyingState(TorchFTState):
     """State whose process may die while it is saved, or sent to a newcomer."""
 
     dies_saving = False
