@@ -39,18 +39,11 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     from importlib import import_module
+    from importlib.metadata import entry_points
 
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
-    found = _of_extension(name) if name[:1].isupper() else None  # the names of modules are not
-    if found is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return found
-
-
-def _of_extension(name: str) -> Any:
-    """Return what an extension adds to these names through the entry point group `dlac.names`. None: no extension has it."""
-    from dlac_pipeline.lakehouse.doors import Door
-
-    names = Door(group="dlac.names", noun="name")
-    return names.load(name, setting="dlac_pipeline") if name in names.points() else None
+    # Extensions add classes. Python asks for submodules here before it imports them.
+    for point in entry_points(group="dlac.names", name=name) if name[:1].isupper() else ():
+        return point.load()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -48,7 +48,9 @@ class CheckpointPolicy:
         self._events = events
         self._interval: Interval | None = None
         self._due = False
-        self._step = self._head_step = 0
+        self._step = 0
+        self.head_step = 0
+        """Step of the last checkpoint that this rank knows."""
         self._head: str | None = None
         self._age_s = 0.0
         """Age of the head when training begins, if the steps since are in memory."""
@@ -65,7 +67,7 @@ class CheckpointPolicy:
 
     def resumed(self, point: ResumePoint, lakehouse: Lakehouse) -> None:
         """Note that training resumes here. Rank 0 looks up the cost of past checkpoints and the number of failures."""
-        self._step, self._head_step = point.step, point.head_step
+        self._step, self.head_step = point.step, point.head_step
         self._head = point.checkpoint_id
         # The interval has begun with the checkpoint, in an attempt before this one.
         if isinstance(point, FromMemory) and point.step > point.head_step:
@@ -116,16 +118,6 @@ class CheckpointPolicy:
         if sync.notice is not None:
             self._notices.leave_by(time.monotonic() + self._spec.launch.leave_s - sync.notice_age_s)
 
-    def follow(self, *, head_step: int) -> None:
-        """Note the step of a checkpoint that another process group of the attempt has committed."""
-        self._head_step = max(self._head_step, head_step)
-
-    def leave_as(self, leaving: StepSync | None) -> None:
-        """Take over the request of a peer whose steps are this rank's from now on, or that it has none."""
-        self.leaving = None
-        if leaving is not None:
-            self.on_sync(replace(leaving, due=False))
-
     def reason(self) -> str | None:
         """Return the reason for a checkpoint after this step, equal on all ranks, or None without a reason or without time."""
         settings = self._spec.checkpoint
@@ -149,7 +141,7 @@ class CheckpointPolicy:
 
     def committed(self, committed: Committed) -> None:
         """Note that a checkpoint is the head. Rank 0 learns its cost."""
-        self._head, self._head_step = committed.checkpoint_id, committed.step
+        self._head, self.head_step = committed.checkpoint_id, committed.step
         if self._interval is not None:
             self._interval.committed(time.monotonic(), committed.phases)
             self._report_interval(self._interval)
@@ -183,9 +175,9 @@ class CheckpointPolicy:
     def _preemption(self) -> dict[str, Any]:
         """Return the event of the preemption, with the steps that the next attempt repeats."""
         notice, deadline_s = str(self._notice_name), self._spec.launch.leave_s
-        lost_steps = self._step - self._head_step
+        lost_steps = self._step - self.head_step
         lost_rows = lost_steps * self._spec.order.batch_size
-        head = "the start" if self._head is None else f"checkpoint {self._head!r} of step {self._head_step}"
+        head = "the start" if self._head is None else f"checkpoint {self._head!r} of step {self.head_step}"
         message = f"asked to exit ({notice}), within {deadline_s:g} s: "
         if lost_steps:
             message += f"no time for a checkpoint of step {self._step}; {head} stays the head, and {lost_steps} steps "

@@ -29,6 +29,8 @@ class Communicator:
         self.first_rank_here = 0 if process.world_size == 1 else process.rank - local_rank
         self.ranks_here = process.ranks_here or 1
         """Number of ranks on this node, as the launcher says."""
+        self.is_launched = process.local_rank is not None
+        """True if a launcher has started the ranks of a node together."""
         self.is_on_one_node = self.world_size <= self.ranks_here
         self._waits = waits
         self._timeout = timedelta(seconds=max(_GROUP_TIMEOUT_S, hang_timeout_s))

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from dlac_pipeline.checkpoint.collectives import failing_together
 from dlac_pipeline.checkpoint.store import storing, tiers_of
-from dlac_pipeline.elastic.ranks.this_process import stated_world_size, this_process
 from dlac_pipeline.lakehouse.errors import CatalogUnreachable, DlacError, SpecInvalid, TrainingFailed
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.commits import new_nonce
@@ -31,8 +30,8 @@ _FIRST_LOOK_S, _LOOK_S = 0.02, 0.2
 """Seconds between two looks for the resume point: at first, and at most."""
 
 
-def job_spec(folder: Path | None, spec: str | Path | None) -> JobSpec:
-    """Return the job spec of the launch folder, or the named one with this number of ranks. Raise `SpecInvalid` without one."""
+def job_spec(folder: Path | None, spec: str | Path | None, *, world_size: str) -> JobSpec:
+    """Return the job spec of the launch folder, or the named one with `world_size` ranks. Raise `SpecInvalid` without one."""
     if folder is not None:
         return spec_of(folder)
     if spec is None:
@@ -40,7 +39,6 @@ def job_spec(folder: Path | None, spec: str | Path | None) -> JobSpec:
             'expected a launch by `dlac train`, or training_run("job.toml") under another launcher; found neither'
         )
     read = read_spec(Path(spec)).resolved(home_folder())
-    world_size = stated_world_size()
     if read.launch.healing:  # the ranks of this process group may be a part of all
         return read
     raw = {**read.model_dump(), "launch": {**read.launch.model_dump(), "world_size": world_size}}
@@ -79,7 +77,8 @@ def claim_run(
     def claim() -> str:
         check_listeners(spec.listeners)
         held.enter_context(run_lock(spec.checkpoint.local, spec.run, wait_s=0.0, takeover=takeover))
-        point = claim_now(plans, spec, from_memory=communicator.is_on_one_node)
+        here, launched = communicator.is_on_one_node, communicator.is_launched
+        point = claim_now(plans, spec, from_memory=here, has_folder=launched)
         held.callback(LedgerWatch(plans.lakehouse).close)
         return point.to_json()
 
@@ -105,30 +104,30 @@ def decide_on_first(communicator: Communicator, spec: JobSpec, decide: Callable[
     return received
 
 
-def claim_now(plans: Plans, spec: JobSpec, *, from_memory: bool) -> ResumePoint:
-    """Claim the run, whose lock this process has. Raises as `start_attempt`."""
+def claim_now(plans: Plans, spec: JobSpec, *, from_memory: bool, has_folder: bool) -> ResumePoint:
+    """Claim the run, whose lock this process has. `has_folder`: ranks have an own launch folder. Raises as `claim_and_verify`."""
     nonce = new_nonce()
     request = ClaimRequest(
         nonce=nonce,
         options=ResumeOptions(repin=True),
-        launch_folder=str(own_folder(spec, nonce) or ""),
+        launch_folder=str(_own_folder(spec, nonce)) if has_folder else "",
         from_memory=from_memory,
     )
     return start_attempt(plans, spec, request)
 
 
-def own_folder(spec: JobSpec, nonce: str) -> Path | None:
-    """Return the launch folder of ranks that another launcher started, on their own node, or None without a launcher."""
-    has_folder = this_process().local_rank is not None or spec.launch.healing
-    return Path(spec.checkpoint.local) / spec.run / f"launch-{nonce}" if has_folder else None
+def make_own_folder(spec: JobSpec, nonce: str, *, forgets: bool) -> Path:
+    """Make the launch folder of ranks that another launcher started, on their own node, for their heartbeats.
 
-
-def make_own_folder(spec: JobSpec, nonce: str) -> Path | None:
-    """Make the launch folder of ranks that another launcher started, for their heartbeats. Raises as `storing`."""
-    folder = own_folder(spec, nonce)
-    if folder is not None:
-        with storing(folder):
-            make_below(folder.parent, folder, mode=0o700)
-        if not this_process().local_rank:
-            forget_launches(folder.parent, keep=KEEP_LAUNCHES)
+    `forgets`: remove the folders of old launches. Raises as `storing`.
+    """
+    folder = _own_folder(spec, nonce)
+    with storing(folder):
+        make_below(folder.parent, folder, mode=0o700)
+    if forgets:
+        forget_launches(folder.parent, keep=KEEP_LAUNCHES)
     return folder
+
+
+def _own_folder(spec: JobSpec, nonce: str) -> Path:
+    return Path(spec.checkpoint.local) / spec.run / f"launch-{nonce}"

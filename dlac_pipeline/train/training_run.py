@@ -15,7 +15,7 @@ import torch
 
 from dlac_pipeline.checkpoint.collectives import failing_together
 from dlac_pipeline.elastic.ranks.rank import LAUNCH_VARIABLE, leave_reason
-from dlac_pipeline.elastic.ranks.this_process import this_process
+from dlac_pipeline.elastic.ranks.this_process import stated_world_size, this_process
 from dlac_pipeline.lakehouse.errors import LossNotFinite, LossSpiked, ScriptInvalid
 from dlac_pipeline.read.batch import Batch, copy_batches
 from dlac_pipeline.spec.job_spec import JobSpec
@@ -48,7 +48,7 @@ def training_run(spec: str | Path | None = None, *, takeover: bool = False) -> "
     """
     folder = Path(os.environ[LAUNCH_VARIABLE]) if LAUNCH_VARIABLE in os.environ else None
     with ExitStack() as held:
-        job = startup.job_spec(folder, spec)
+        job = startup.job_spec(folder, spec, world_size=stated_world_size())
         healing = healing_of(job.launch)
         kind: type[TrainingRun] = TrainingRun if healing is None else healing.run_type()
         run = kind(folder, job, takeover=takeover, held=held)
@@ -119,7 +119,10 @@ class TrainingRun:
             self._plans, self.spec, self._communicator, takeover=takeover, held=held
         )
         with failing_together(self._communicator.tree, doing="making the launch folder"):
-            folder = startup.make_own_folder(self.spec, point.nonce)
+            folder = None
+            if self._communicator.is_launched:
+                forgets = self._communicator.is_first_of_node
+                folder = startup.make_own_folder(self.spec, point.nonce, forgets=forgets)
             self._heartbeat = self._heartbeat.moved_to(folder, self.rank)
         self._events.open(folder)
         if self.rank == 0:

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from dlac_pipeline.supervise.claim import ClaimRequest
 from tenacity import RetryCallState
 
+from dlac_pipeline.extensions.replicas.group_locks import name_holder, share_run_lock
 from dlac_pipeline.lakehouse import retrying
 from dlac_pipeline.lakehouse.durable_io import lock_at_once
 from dlac_pipeline.lakehouse.errors import RunBusy, SteppedAside, StoreUnavailable

@@ -31,14 +31,9 @@ class ThisProcess:
     """Number of these processes. None: no launcher has counted them."""
 
     @property
-    def first_rank(self) -> int:
-        """Number of the first process of the group among all ranks of the attempt."""
-        return (self.group or 0) * self.world_size
-
-    @property
     def rank_of_all(self) -> int:
         """Number among all ranks of the attempt."""
-        return self.first_rank + self.rank
+        return (self.group or 0) * self.world_size + self.rank
 
     @property
     def coordinate(self) -> DataCoordinate:
@@ -76,5 +71,5 @@ def _numbers(**defaults: str) -> list[int | None]:
     try:
         return [int(value) if value or name in os.environ else None for name, value in found.items()]
     except ValueError as err:
-        values = " and ".join(map(repr, found.values()))
-        raise SpecInvalid(f"expected numbers in {' and '.join(found)}, found {values}: correct or unset them") from err
+        names, values = " and ".join(found), " and ".join(map(repr, found.values()))
+        raise SpecInvalid(f"expected numbers in {names}, found {values}: correct or unset them") from err

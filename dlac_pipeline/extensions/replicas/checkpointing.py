@@ -3,7 +3,7 @@
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -97,7 +97,9 @@ class ReplicaCheckpointing(Checkpointing):
         self._tracker.step, self._tracker.cursors = state["run"]["step"], None
         self._group.execution, self._group.head_step = state["run"]["execution"], state["run"]["head_step"]
         self.ends, leaving = state["run"]["ends"], state["run"]["leaving"]
-        self._policy.leave_as(None if leaving is None else StepSync(**leaving))
+        self._policy.leaving = None
+        if leaving is not None:
+            self._policy.on_sync(replace(StepSync(**leaving), due=False))
         self._owns_head = False
 
     def committed(self) -> None:
@@ -106,7 +108,7 @@ class ReplicaCheckpointing(Checkpointing):
         assert reduced is not None, "the step committed"
         self.history.add(self.step, reduced, applied=self.step not in self._tracker.skipped)
         self._group.head_step = max(self._group.head_step, reduced.head_step)
-        self._policy.follow(head_step=self._group.head_step)
+        self._policy.head_step = max(self._policy.head_step, self._group.head_step)
         self.history.forget(self._group.head_step)
         self._owns_head = self._owns_head and self._group.commits
         self._tracker.losses, self._tracker.skipped = [], []  # `take` sets those that its checkpoint records

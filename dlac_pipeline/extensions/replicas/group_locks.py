@@ -11,12 +11,14 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 
+import psutil
+
 from dlac_pipeline.checkpoint.store import storing
 from dlac_pipeline.extensions.replicas.rank import has_held, hold_group
 from dlac_pipeline.lakehouse.durable_io import lock_at_once, write_durably
 from dlac_pipeline.lakehouse.errors import RunBusy
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.supervise.liveness.run_lock import name_holder, run_lock, share_run_lock
+from dlac_pipeline.supervise.liveness.run_lock import leads_to, lock_path, run_lock, write_id
 
 _NAMES_LAUNCH = "launch-of-groups"
 
@@ -122,6 +124,24 @@ class GroupLocks:
 
     def _lock(self, *, takeover: bool = False) -> AbstractContextManager[int]:
         return run_lock(self._local, self._run, wait_s=0.0, takeover=takeover)
+
+
+def share_run_lock(local: str, run: str) -> int | None:
+    """Return a descriptor that has the run's lock together with others that share it, or None if one holds it alone."""
+    path = lock_path(local, run)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    if lock_at_once(descriptor, fcntl.LOCK_SH) and leads_to(path, descriptor):
+        return descriptor
+    os.close(descriptor)
+    return None
+
+
+def name_holder(descriptor: int) -> None:
+    """Write this process's id into a shared lock if the process in it has ended: tools look at that process."""
+    with suppress(ValueError):
+        if psutil.pid_exists(int(os.pread(descriptor, 20, 0))):
+            return
+    write_id(descriptor)
 
 
 def _is_shared_by_others(descriptor: int) -> bool:

@@ -11,7 +11,6 @@ import threading
 import urllib.request
 from contextlib import suppress
 from http.client import HTTPException
-from importlib.util import find_spec
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,8 @@ from setproctitle import setproctitle
 from dlac_pipeline.elastic import fork_server
 from dlac_pipeline.elastic.ranks.addresses import LOOPBACK
 from dlac_pipeline.elastic.ranks.rank import end_with_supervisor, held_signals, without_main_module
-from dlac_pipeline.extensions.replicas.rank import limit_s, read_lighthouse, write_lighthouse
-from dlac_pipeline.lakehouse.errors import SpecInvalid, TrainingFailed
+from dlac_pipeline.extensions.replicas.rank import check_torchft, limit_s, read_lighthouse, write_lighthouse
+from dlac_pipeline.lakehouse.errors import TrainingFailed
 from dlac_pipeline.spec.job_spec import JobSpec
 
 _HEARTBEAT_TIMEOUT_MS = 400
@@ -105,12 +104,6 @@ class Lighthouse:
         if self._process is process:
             self._is_killed = True
             process.kill()
-
-
-def check_torchft() -> None:
-    """Raise `SpecInvalid` without torchft."""
-    if find_spec("torchft") is None:
-        raise SpecInvalid("expected torchft for launch.replicas, found none: pip install 'dlac-pipeline[torchft]'")
 
 
 def start_limit_s(spec: JobSpec) -> float:

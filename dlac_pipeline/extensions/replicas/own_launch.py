@@ -15,13 +15,11 @@ from pathlib import Path
 
 import psutil
 
-from dlac_pipeline.elastic.ranks.environment import defaults_of
-from dlac_pipeline.elastic.ranks.this_process import GROUP_VARIABLE, this_process
+from dlac_pipeline.elastic.ranks.this_process import this_process
 from dlac_pipeline.extensions.replicas.group import GroupLaunch
 from dlac_pipeline.extensions.replicas.group_locks import GroupLocks
-from dlac_pipeline.extensions.replicas.lighthouse import check_torchft
 from dlac_pipeline.extensions.replicas.own_rejoin import OwnRejoin
-from dlac_pipeline.extensions.replicas.rank import OWN_GROUP_VARIABLE, SETTINGS, has_held, mark_dead
+from dlac_pipeline.extensions.replicas.rank import has_held, mark_dead
 from dlac_pipeline.extensions.replicas.shared_lighthouse import LighthouseWatch
 from dlac_pipeline.lakehouse.errors import Preempted, RunFinished, SpecInvalid, TrainingFailed
 from dlac_pipeline.lakehouse.ledger.older_ledger import LedgerWatch
@@ -48,30 +46,6 @@ _STOPS = "stops"
 """File in a launch folder, once its groups were asked to stop."""
 
 
-def take_own_group(spec: JobSpec) -> None:
-    """Take the number of this process's replica group from the environment. Raise `SpecInvalid` if it or the launch has none."""
-    launch, number = spec.launch, os.environ.get(OWN_GROUP_VARIABLE, "")
-    if not number.isdecimal() or int(number) >= launch.replicas:
-        raise SpecInvalid(
-            f"expected {OWN_GROUP_VARIABLE} of 0 to {launch.replicas - 1} for a replica group that `dlac train` does not start, "
-            f"found {number or 'none'!r}: start each group with a torchrun of its own, and with its number"
-        )
-    ranks, ranks_here = this_process().world_size, this_process().ranks_here or 1
-    if not ranks == ranks_here == launch.ranks_per_replica:
-        raise SpecInvalid(
-            f"expected launch.ranks_per_replica = {launch.ranks_per_replica} ranks of group {number} on this node, found "
-            f"{ranks} ranks, {ranks_here} of them here: give torchrun --nproc-per-node {launch.ranks_per_replica}"
-        )
-    if spec.listeners.chosen():
-        raise SpecInvalid(
-            "expected no listeners with replica groups that `dlac train` does not start, found some: leave out [listeners]"
-        )
-    check_torchft()
-    os.environ[GROUP_VARIABLE] = number
-    for name, value in {**defaults_of(spec), **SETTINGS}.items():
-        os.environ.setdefault(name, value)
-
-
 class OwnLaunch(GroupLaunch):
     """A launch without a supervisor, as one of its groups takes part in it. Only the first rank of the group has locks."""
 
@@ -89,7 +63,7 @@ class OwnLaunch(GroupLaunch):
         """
         process = this_process()
         assert process.group is not None, "take_own_group has named it"
-        self._spec, self._group, self._first_rank = spec, process.group, process.first_rank
+        self._spec, self._group, self._first_rank = spec, process.group, process.group * process.world_size
         self._launcher = 0 if process.local_rank is None else os.getppid()
         self._has_met = False
         self._locks = GroupLocks(spec, self._group, held)
@@ -152,7 +126,7 @@ class OwnLaunch(GroupLaunch):
             if was_restarted() and self._has_ended():
                 return "{}"
             try:
-                point = claim_now(plans, self._spec, from_memory=False)
+                point = claim_now(plans, self._spec, from_memory=False, has_folder=True)
             except RunFinished:
                 if was_restarted():
                     return "{}"
@@ -179,8 +153,7 @@ class OwnLaunch(GroupLaunch):
 
     def _begin(self, point: ResumePoint) -> str:
         """Let other groups join the attempt from now on."""
-        folder = make_own_folder(self._spec, point.nonce)
-        assert folder is not None, "replica groups have one"
+        folder = make_own_folder(self._spec, point.nonce, forgets=True)
         write_resume_point(folder, point.to_json())
         write_spec(folder, self._spec)
         self._locks.begin(folder)

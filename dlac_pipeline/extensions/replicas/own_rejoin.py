@@ -4,7 +4,7 @@ from functools import partial
 
 import psutil
 
-from dlac_pipeline.extensions.replicas.replica_ranks import Rejoined
+from dlac_pipeline.extensions.replicas.replica_ranks import RejoinedGroup
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.launch_request import OPERATOR
@@ -28,7 +28,7 @@ class OwnRejoin:
             return
         self._recorder = RecoveryRecorder(lakehouse)
         started = psutil.Process().create_time()
-        rejoined = Rejoined(
+        rejoined = RejoinedGroup(
             group=self._group,
             cause=f"group {self._group} died, while {self._last.doing}",
             noticed_by="torchrun" if was_restarted() else OPERATOR,

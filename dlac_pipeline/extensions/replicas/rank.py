@@ -6,10 +6,14 @@ import os
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
+from dlac_pipeline.elastic.ranks.environment import defaults_of
+from dlac_pipeline.elastic.ranks.this_process import GROUP_VARIABLE, this_process
 from dlac_pipeline.lakehouse.durable_io import lock_at_once
-from dlac_pipeline.lakehouse.errors import RunBusy
+from dlac_pipeline.lakehouse.errors import RunBusy, SpecInvalid
+from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.launch_spec import LaunchSpec
 
 REJOINS_VARIABLE = "DLAC_REJOINS"
@@ -23,6 +27,36 @@ dead one would wait for the time limit. torchft would log each step."""
 
 HANG_MARGIN_S = 60.0
 """Seconds for which groups wait for a hung one beyond the moment at which the supervisor kills it, if it runs."""
+
+
+def check_torchft() -> None:
+    """Raise `SpecInvalid` without torchft."""
+    if find_spec("torchft") is None:
+        raise SpecInvalid("expected torchft for launch.replicas, found none: pip install 'dlac-pipeline[torchft]'")
+
+
+def take_own_group(spec: JobSpec) -> None:
+    """Take the number of this process's replica group from the environment. Raise `SpecInvalid` if it or the launch has none."""
+    launch, number = spec.launch, os.environ.get(OWN_GROUP_VARIABLE, "")
+    if not number.isdecimal() or int(number) >= launch.replicas:
+        raise SpecInvalid(
+            f"expected {OWN_GROUP_VARIABLE} of 0 to {launch.replicas - 1} for a replica group that `dlac train` does not start, "
+            f"found {number or 'none'!r}: start each group with a torchrun of its own, and with its number"
+        )
+    ranks, ranks_here = this_process().world_size, this_process().ranks_here or 1
+    if not ranks == ranks_here == launch.ranks_per_replica:
+        raise SpecInvalid(
+            f"expected launch.ranks_per_replica = {launch.ranks_per_replica} ranks of group {number} on this node, found "
+            f"{ranks} ranks, {ranks_here} of them here: give torchrun --nproc-per-node {launch.ranks_per_replica}"
+        )
+    if spec.listeners.chosen():
+        raise SpecInvalid(
+            "expected no listeners with replica groups that `dlac train` does not start, found some: leave out [listeners]"
+        )
+    check_torchft()
+    os.environ[GROUP_VARIABLE] = number
+    for name, value in {**defaults_of(spec), **SETTINGS}.items():
+        os.environ.setdefault(name, value)
 
 
 def limit_s(launch: LaunchSpec) -> float:

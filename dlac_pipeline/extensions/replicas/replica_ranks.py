@@ -53,7 +53,7 @@ class Replacement:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rejoined:
+class RejoinedGroup:
     """A replica group that takes part again. Moments are in seconds since the epoch."""
 
     group: int
@@ -243,7 +243,7 @@ class ReplicaRanks(RankGroup):
                     file.write(last.step, Phase.STARTING)
         self.processes.start_again(partial(self._restart, group))
 
-    def find_rejoined(self) -> list[Rejoined]:
+    def find_rejoined(self) -> list[RejoinedGroup]:
         """Return the groups whose new processes have finished a step since the last call."""
         found = []
         for group, replaced in list(self._replacements.items()):
@@ -251,7 +251,7 @@ class ReplicaRanks(RankGroup):
             if heartbeat is not None and heartbeat.at > replaced.noticed_at and heartbeat.spent.rows:
                 del self._replacements[group]
                 found.append(
-                    Rejoined(
+                    RejoinedGroup(
                         group=group,
                         cause=f"group {group}: {replaced.exit}, while {replaced.doing}",
                         noticed_by="supervisor",

@@ -17,8 +17,8 @@ import torch
 from dlac_pipeline.checkpoint.rng import seed_rng
 from dlac_pipeline.extensions.replicas.checkpointing import GroupSyncs, ReplicaCheckpointing
 from dlac_pipeline.extensions.replicas.group import GroupLaunch, ReplicaGroup
-from dlac_pipeline.extensions.replicas.own_launch import OwnLaunch, take_own_group
-from dlac_pipeline.extensions.replicas.rank import REJOINS_VARIABLE, limit_s
+from dlac_pipeline.extensions.replicas.own_launch import OwnLaunch
+from dlac_pipeline.extensions.replicas.rank import REJOINS_VARIABLE, limit_s, take_own_group
 from dlac_pipeline.extensions.replicas.share_reader import ShareReader
 from dlac_pipeline.lakehouse.errors import ScriptInvalid, TrainingFailed
 from dlac_pipeline.plan.slots import DataCoordinate, groups_of_slots, slots_of

@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import psutil
-
 from dlac_pipeline.checkpoint.store import storing
 from dlac_pipeline.lakehouse.durable_io import lock_at_once, temporary_beside
 from dlac_pipeline.lakehouse.errors import RunBusy
@@ -56,30 +54,12 @@ def run_lock(
         os.close(descriptor)
 
 
-def share_run_lock(local: str, run: str) -> int | None:
-    """Return a descriptor that has the run's lock together with others that share it, or None if one holds it alone."""
-    path = lock_path(local, run)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    if lock_at_once(descriptor, fcntl.LOCK_SH) and _is(path, descriptor):
-        return descriptor
-    os.close(descriptor)
-    return None
-
-
-def name_holder(descriptor: int) -> None:
-    """Write this process's id into a shared lock if the process in it has ended: tools look at that process."""
-    with suppress(ValueError):
-        if psutil.pid_exists(int(os.pread(descriptor, 20, 0))):
-            return
-    _write_id(descriptor)
-
-
 def _acquire(path: Path, wait_s: float, stop: threading.Event) -> int | None:
     """Return a descriptor that holds the lock, or None if another launch keeps it."""
     deadline = time.monotonic() + wait_s
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        if _lock(descriptor) and _is(path, descriptor):
+        if _lock(descriptor) and leads_to(path, descriptor):
             return descriptor
         os.close(descriptor)
         if time.monotonic() >= deadline or stop.wait(_POLL_S):
@@ -99,16 +79,17 @@ def _lock(descriptor: int) -> bool:
     """Lock a file and write this process's id into it. Return False if another process holds its lock."""
     if not lock_at_once(descriptor, fcntl.LOCK_EX):
         return False
-    _write_id(descriptor)
+    write_id(descriptor)
     return True
 
 
-def _write_id(descriptor: int) -> None:
+def write_id(descriptor: int) -> None:
+    """Write this process's id into a lock: tools look at that process."""
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, str(os.getpid()).encode(), 0)
 
 
-def _is(path: Path, descriptor: int) -> bool:
+def leads_to(path: Path, descriptor: int) -> bool:
     """Return True if the path still leads to the opened file. A takeover may have replaced it."""
     with suppress(FileNotFoundError):
         return os.path.samestat(os.stat(path), os.fstat(descriptor))
