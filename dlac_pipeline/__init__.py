@@ -9,8 +9,6 @@ if TYPE_CHECKING:
     from dlac_pipeline.checkpoint.engines import TorchState
     from dlac_pipeline.checkpoint.engines.distributed_state import DistributedState
     from dlac_pipeline.dataset import DlacDataset, open_dataset
-    from dlac_pipeline.extensions.loader_check.row_log import Shadow
-    from dlac_pipeline.extensions.replicas.torchft_state import TorchFTState
     from dlac_pipeline.read.batch import Batch
     from dlac_pipeline.train.training_run import TrainingRun, training_run
 
@@ -18,7 +16,6 @@ __all__ = [
     "Batch",
     "DistributedState",
     "DlacDataset",
-    "Shadow",
     "TorchState",
     "TrainingRun",
     "open_dataset",
@@ -29,7 +26,6 @@ _HOMES = {
     "Batch": "dlac_pipeline.read.batch",
     "DistributedState": "dlac_pipeline.checkpoint.engines.distributed_state",
     "DlacDataset": "dlac_pipeline.dataset",
-    "Shadow": "dlac_pipeline.extensions.loader_check.row_log",
     "TorchState": "dlac_pipeline.checkpoint.engines",
     "TrainingRun": "dlac_pipeline.train.training_run",
     "open_dataset": "dlac_pipeline.dataset",

@@ -105,7 +105,7 @@ def decide_on_first(communicator: Communicator, spec: JobSpec, decide: Callable[
 
 
 def claim_now(plans: Plans, spec: JobSpec, *, from_memory: bool, has_folder: bool) -> ResumePoint:
-    """Claim the run, whose lock this process has. `has_folder`: ranks have an own launch folder. Raises as `claim_and_verify`."""
+    """Claim the run, whose lock this process has. `has_folder`: ranks have an own launch folder. Raises as `start_attempt`."""
     nonce = new_nonce()
     request = ClaimRequest(
         nonce=nonce,

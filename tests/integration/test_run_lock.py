@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from dlac_pipeline.supervise.claim import ClaimRequest
 from tenacity import RetryCallState
 
 from dlac_pipeline.extensions.replicas.group_locks import name_holder, share_run_lock
@@ -19,7 +18,7 @@ from dlac_pipeline.lakehouse.errors import RunBusy, SteppedAside, StoreUnavailab
 from dlac_pipeline.lakehouse.ledger.typed_rows import ClaimRow
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.launch_request import Request
-from dlac_pipeline.supervise.liveness.run_lock import name_holder, run_lock, share_run_lock
+from dlac_pipeline.supervise.liveness.run_lock import run_lock
 from dlac_pipeline.supervise.start.claim import ClaimRequest
 from dlac_pipeline.supervise.start.start_attempt import start_attempt
 from dlac_pipeline.supervise.supervisor import Outcome, Supervisor
