@@ -44,7 +44,7 @@ _IMPORTS = (
     "dlac_pipeline.train.training_run",
     "dlac_pipeline.dataset",
     "dlac_pipeline.elastic.agent",
-    "dlac_pipeline.extensions.clusters.serve",
+    "dlac_pipeline.launchers.serve",
     "dlac_pipeline.cli.main",
 )
 NEW_FORK_SERVER = "TESTS_NEW_FORK_SERVER"

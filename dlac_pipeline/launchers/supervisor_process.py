@@ -22,14 +22,14 @@ def main() -> int:
     try:
         request = Request.model_validate_json(sys.stdin.readline())
     except ValidationError as err:
-        from dlac_pipeline.extensions.clusters.serve import report_error
+        from dlac_pipeline.launchers.serve import report_error
 
         return report_error(SpecInvalid(f"not a valid request: {err}"))
     orchestrator = Orchestrator()
     if request.spec.launch.on == "here":
         starter.begin(request.spec)
-    from dlac_pipeline.extensions.clusters.serve import report_error, run_and_report
     from dlac_pipeline.launchers.protocol import launcher_for
+    from dlac_pipeline.launchers.serve import report_error, run_and_report
 
     try:
         launcher = launcher_for(request, report, starter)

@@ -9,7 +9,7 @@ import pytest
 @pytest.mark.parametrize(
     ("module", "unwanted"),
     [
-        ("dlac_pipeline.extensions.clusters.serve", {"torch", "deepspeed", "dagster"}),
+        ("dlac_pipeline.launchers.serve", {"torch", "deepspeed", "dagster"}),
         ("dlac_pipeline.launchers.supervisor_process", {"pyiceberg", "pyarrow", "sqlalchemy"}),
         ("jobs.definitions", {"pyiceberg", "pyarrow", "duckdb", "numpy", "torch", "matplotlib"}),
         ("dlac_pipeline.cli.main", {"pyiceberg", "pyarrow", "duckdb", "numpy", "sqlalchemy", "torch", "dagster"}),

@@ -13,7 +13,6 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 
-from dlac_pipeline.extensions.clusters.serve import report_error, run_and_report
 from dlac_pipeline.extensions.clusters.slurm import Slurm
 from dlac_pipeline.lakehouse.errors import DlacError, SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import connect
@@ -21,6 +20,7 @@ from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import ClaimRow
 from dlac_pipeline.launchers.orchestrator import keep_events_apart, on_ending_signals, report
 from dlac_pipeline.launchers.protocol import FIRST_NODE_VARIABLE, KEY_FILE_VARIABLE, UNFINISHED_EXIT_CODE
+from dlac_pipeline.launchers.serve import report_error, run_and_report
 from dlac_pipeline.spec.launch_request import Request, unpack
 from dlac_pipeline.supervise.claims import to_replace
 from dlac_pipeline.supervise.supervisor import Supervisor
