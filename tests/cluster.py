@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dlac_pipeline.launchers.protocol import JobState
-from dlac_pipeline.spec.job_spec import parse_spec
+from dlac_pipeline.extensions.clusters.scheduler import JobState
+from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
 from dlac_pipeline.spec.launch_request import Request
 
 GOOD: dict[str, Any] = {
@@ -54,6 +54,12 @@ class Scripted:
         self.calls.append(name)
         if self.refuses.get(name):
             raise self.refuses[name].pop(0)
+
+    def check(self, spec: JobSpec) -> None:
+        """Accept all settings."""
+
+    def check_client(self) -> None:
+        """Need no client."""
 
     def render(self, request: Request, near: Sequence[str] = ()) -> str:
         """Return no job."""

@@ -6,9 +6,14 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
+from dlac_pipeline.lakehouse.doors import Door
+from dlac_pipeline.lakehouse.errors import BadInput
 from dlac_pipeline.spec.spec_problems import LONGEST_WAIT_S, MOST_NODES, Section, Timeout, Wait
 
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
+LAUNCHERS = Door("dlac.launchers", "launcher")
+HERE = "here"
+"""The launcher of the core: this node."""
 NODES = "nodes"
 """Reason of an attempt that exits to make room for more nodes. It has no deadline, so this is no notice."""
 LISTENS_S = 30.0
@@ -38,9 +43,9 @@ class LaunchSpec(Section):
     ranks_per_replica: int = Field(default=1, ge=1, le=MOST_NODES)
     """Ranks of a replica group. The script shards its model over them with `fully_shard`. If one dies, its whole group is started
     again. Ranks may have one sample more than others, if `replicas` * `ranks_per_replica` does not divide the batch size."""
-    on: Literal["here", "slurm", "kubernetes"] = "here"
+    on: str = HERE
     """"here": on this node, or on the nodes where the same command is started. "slurm", "kubernetes": as a job of that scheduler,
-    with a supervisor on each node. See the cluster section."""
+    with a supervisor on each node. See the cluster section. Other names: launchers that are installed."""
     nodes: str = Field(default="", pattern=r"^([1-9][0-9]*(:[1-9][0-9]*)?)?$")
     """Nodes that train the run together: "4", or "2:4" for at least 2 and at most 4. Each starts the same command. The world size
     is the largest that divides the batch size. Empty: this node, with `world_size` ranks."""
@@ -121,6 +126,16 @@ class LaunchSpec(Section):
     straggler_steps: int = Field(default=5, ge=1, le=1_000_000)
     """Steps in a row over which reading and computing are compared."""
 
+    @field_validator("on")
+    @classmethod
+    def _is_installed(cls, name: str) -> str:
+        if name != HERE:
+            try:
+                LAUNCHERS.find(name, setting="launch.on", others=(HERE,))
+            except BadInput as err:
+                raise ValueError(str(err)) from err
+        return name
+
     @field_validator("env", "termination_headers")
     @classmethod
     def _can_be_variables(cls, named: dict[str, str]) -> dict[str, str]:
@@ -156,7 +171,7 @@ class LaunchSpec(Section):
             raise ValueError(f"expected launch.nodes of at most {MOST_NODES}, found {self.nodes!r}")
         if self.min_nodes > self.max_nodes:
             raise ValueError(f"expected nodes as least:most, found {self.nodes!r}: the least number is greater")
-        if self.max_nodes > 1 and not self.rendezvous and self.on == "here":
+        if self.max_nodes > 1 and not self.rendezvous and self.on == HERE:
             raise ValueError(
                 f"expected launch.rendezvous = host:port, at which {self.nodes} nodes meet, found none: name one of them, with "
                 "a free port"
@@ -174,7 +189,7 @@ class LaunchSpec(Section):
                 )
             return self
         unusable = ("nodes", "on_spike", "numa_binding", "virtual_local_rank")
-        found = [name for name in unusable if getattr(self, name)] + ["on"] * (self.on != "here")
+        found = [name for name in unusable if getattr(self, name)] + ["on"] * (self.on != HERE)
         if found:
             raise ValueError(f"expected launch.replicas without launch.{found[0]}, found both: leave one out")
         ranks = self.replicas * self.ranks_per_replica

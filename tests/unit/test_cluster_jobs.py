@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 
 from dlac_pipeline.extensions.clusters import cluster_job, slurm
+from dlac_pipeline.extensions.clusters.checks import store_in_doubt
 from dlac_pipeline.extensions.clusters.cluster_job import SILENT_S, ClusterJob, NodeEvents
 from dlac_pipeline.extensions.clusters.node_process import end_orphan, this_start
+from dlac_pipeline.extensions.clusters.scheduler import JobState
 from dlac_pipeline.extensions.clusters.slurm import Slurm
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import ClusterRefused, ClusterSilent, NoProgress, TrainingFailed
@@ -24,7 +26,6 @@ from dlac_pipeline.lakehouse.ledger.commits import finish as commit_finish
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
 from dlac_pipeline.launchers.orchestrator import report
-from dlac_pipeline.launchers.protocol import JobState, store_in_doubt
 from dlac_pipeline.spec.job_spec import parse_spec
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.supervisor import Outcome

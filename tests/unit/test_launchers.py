@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
+from dlac_pipeline.extensions.clusters import kubernetes
 from dlac_pipeline.extensions.clusters.node_process import for_node
 from dlac_pipeline.lakehouse.errors import BadInput, SpecInvalid
-from dlac_pipeline.launchers import protocol
 from dlac_pipeline.launchers.protocol import launcher_for, render_job
 from dlac_pipeline.spec.job_spec import parse_spec
 from dlac_pipeline.spec.launch_request import Request, pack, unpack
@@ -159,8 +159,8 @@ def test_first_pod_serves_rendezvous() -> None:
             {"image": "i", "mounts": [{"source": "s", "path": "d"}]},
             r"cluster\.mounts\.0\.path: .*found 'd'",
         ),
-        ("here", {}, r"expected launch\.on = 'slurm' or 'kubernetes'"),
-        ("nomad", {}, r"launch\.on: .*found 'nomad'"),
+        ("here", {}, r"expected launch\.on = 'kubernetes' or 'slurm'"),
+        ("nomad", {}, r"launch\.on: .*found 'nomad': installed are here, kubernetes, slurm"),
     ],
 )
 def test_impossible_cluster_is_refused(on: str, cluster: dict[str, Any], message: str) -> None:
@@ -179,7 +179,7 @@ def test_local_lakehouse_is_refused(tmp_path: Path) -> None:
 
 def test_missing_client_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """A job can be rendered, but not submitted, without the client of Kubernetes."""
-    monkeypatch.setattr(protocol, "find_spec", lambda name: None)
+    monkeypatch.setattr(kubernetes, "find_spec", lambda name: None)
     with pytest.raises(BadInput, match=r"pip install \"dlac-pipeline\[cluster\]\""):
         launcher_for(cluster_request("kubernetes", KUBERNETES), print)
     assert "kind: JobSet" in render_job(cluster_request("kubernetes", KUBERNETES))

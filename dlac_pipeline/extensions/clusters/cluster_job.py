@@ -9,11 +9,14 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from dlac_pipeline.checkpoint.commit.local_copies import nodes_with_newest
+from dlac_pipeline.extensions.clusters.checks import check_lakehouse, store_in_doubt
+from dlac_pipeline.extensions.clusters.kubernetes import Kubernetes
+from dlac_pipeline.extensions.clusters.scheduler import JobState, Scheduler
+from dlac_pipeline.extensions.clusters.slurm import Slurm
 from dlac_pipeline.lakehouse import errors
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS
-from dlac_pipeline.launchers.protocol import JobState, Scheduler, store_in_doubt
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.spec.launch_spec import LISTENS_S
 from dlac_pipeline.supervise.ranks.rank_events import Event
@@ -139,8 +142,18 @@ class ClusterJob:
     leave = stop
     """A job that no process follows would end unseen."""
 
+    def check(self) -> None:
+        """Raise `SpecInvalid` if the scheduler cannot run the job that the spec requests, `BadInput` without its client."""
+        self._check_settings()
+        self._scheduler.check_client()
+
+    def _check_settings(self) -> None:
+        check_lakehouse(self._request.spec)
+        self._scheduler.check(self._request.spec)
+
     def render(self) -> str:
-        """Return the job as its scheduler would get it. Nothing is submitted, and no cluster is asked."""
+        """Return the job as its scheduler would get it. Nothing is submitted, and no cluster is asked. Raises as `check`."""
+        self._check_settings()
         return self._scheduler.render(self._request).strip()
 
     def run(self) -> Outcome:
@@ -320,3 +333,13 @@ class ClusterJob:
         with suppress(errors.DlacError):
             return question(Ledger(connect(self._request.spec.lakehouse)))
         return None
+
+
+def slurm_job(request: Request, on_event: Callable[[Event], None]) -> ClusterJob:
+    """Return the launcher for `launch.on = "slurm"`."""
+    return ClusterJob(request, Slurm(), on_event)
+
+
+def kubernetes_job(request: Request, on_event: Callable[[Event], None]) -> ClusterJob:
+    """Return the launcher for `launch.on = "kubernetes"`."""
+    return ClusterJob(request, Kubernetes(request), on_event)

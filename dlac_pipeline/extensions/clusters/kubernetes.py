@@ -8,13 +8,17 @@ import secrets
 import time
 from collections.abc import Sequence
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from string import Template
 from typing import Any
 
 import yaml
 
-from dlac_pipeline.launchers.protocol import ANSWER_S, NODE, JobState, job_name, leave_s
+from dlac_pipeline.extensions.clusters.checks import NODE, check_kubernetes
+from dlac_pipeline.extensions.clusters.scheduler import ANSWER_S, JobState, job_name, leave_s
+from dlac_pipeline.lakehouse.errors import BadInput
+from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.launch_request import Request, pack
 from dlac_pipeline.spec.launch_spec import ClusterSpec
 
@@ -42,6 +46,15 @@ class Kubernetes:
         self._kind = "TrainJob" if cluster.kind == "trainjob" else "JobSet"
         self._read_to: dict[str, str] = {}
         self._read_at: float | None = None
+
+    def check(self, spec: JobSpec) -> None:
+        """Raise `SpecInvalid` for a setting that Kubernetes would ignore, or lose with a pod."""
+        check_kubernetes(spec)
+
+    def check_client(self) -> None:
+        """Raise `BadInput` without the client of Kubernetes, which a job is rendered without."""
+        if find_spec("kubernetes") is None:
+            raise BadInput('expected the client of Kubernetes, found none: pip install "dlac-pipeline[cluster]"')
 
     def render(self, request: Request, near: Sequence[str] = ()) -> str:
         """Return the manifests, in which pods prefer the nodes in `near`. Asks no cluster."""

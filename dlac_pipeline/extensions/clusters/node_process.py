@@ -13,17 +13,17 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 
+from dlac_pipeline.extensions.clusters.scheduler import FIRST_NODE_VARIABLE, KEY_FILE_VARIABLE, UNFINISHED_EXIT_CODE
 from dlac_pipeline.extensions.clusters.slurm import Slurm
 from dlac_pipeline.lakehouse.errors import DlacError, SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import ClaimRow
 from dlac_pipeline.launchers.orchestrator import keep_events_apart, on_ending_signals, report
-from dlac_pipeline.launchers.protocol import FIRST_NODE_VARIABLE, KEY_FILE_VARIABLE, UNFINISHED_EXIT_CODE
+from dlac_pipeline.launchers.protocol import Here
 from dlac_pipeline.launchers.serve import report_error, run_and_report
 from dlac_pipeline.spec.launch_request import Request, unpack
 from dlac_pipeline.supervise.claims import to_replace
-from dlac_pipeline.supervise.supervisor import Supervisor
 
 _JOB_VARIABLE = "SLURM_JOB_ID"
 _RESTARTS_VARIABLE = "SLURM_RESTART_COUNT"
@@ -70,7 +70,7 @@ def main() -> int:
             claims = Ledger(connect(request.spec.lakehouse)).rows(request.spec.run, kinds=(ClaimRow,))
             attempt = to_replace(claims, request.replaces, launched_by=request.launched_by)
             request = request.model_copy(update={"replaces": attempt})
-    supervisor = Supervisor(request, on_event=report)
+    supervisor = Here(request, on_event=report)
     on_ending_signals(supervisor.leave)
     code = run_and_report(supervisor, request, stopped=UNFINISHED_EXIT_CODE)
     if job := os.environ.get(_JOB_VARIABLE):

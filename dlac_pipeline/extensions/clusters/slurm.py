@@ -16,7 +16,9 @@ from pathlib import Path
 from string import Template
 
 from dlac_pipeline.elastic.sealed_store import KEY_VARIABLE
-from dlac_pipeline.launchers.protocol import ANSWER_S, UNFINISHED_EXIT_CODE, JobState, job_name, leave_s
+from dlac_pipeline.extensions.clusters.checks import check_slurm
+from dlac_pipeline.extensions.clusters.scheduler import ANSWER_S, UNFINISHED_EXIT_CODE, JobState, job_name, leave_s
+from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.launch_request import REQUEST_VARIABLE, Request, pack
 
 _ENDED = {
@@ -45,6 +47,13 @@ class Slurm:
         self._prefers = False
         """True if the job requires nodes only for a while."""
         self._pending_since: float | None = None
+
+    def check(self, spec: JobSpec) -> None:
+        """Raise `SpecInvalid` for a setting that Slurm would ignore or cut."""
+        check_slurm(spec)
+
+    def check_client(self) -> None:
+        """Do nothing: Slurm is asked by its own commands."""
 
     def render(self, request: Request, near: Sequence[str] = ()) -> str:
         """Return the batch script of a job that requires the nodes in `near`."""
