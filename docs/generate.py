@@ -14,7 +14,7 @@ from typer.main import get_command
 
 from dlac_pipeline.cli.extension_commands import COMMANDS, load_command
 from dlac_pipeline.cli.main import app
-from dlac_pipeline.spec.job_spec import JobSpec
+from dlac_pipeline.spec.job_spec import full_spec
 
 PAGES = Path(__file__).parent / "reference"
 _EXAMPLES = re.compile(r"^Examples:\n((?:\n?\$ .*\n)+)\n*", re.MULTILINE)
@@ -29,7 +29,8 @@ A job spec is a TOML or YAML file. Editors and other tools can use its JSON sche
 
 def pages() -> dict[str, str]:
     """Return the text of each reference page by file name."""
-    schema = JobSpec.model_json_schema()
+    schema = full_spec().model_json_schema() | {"additionalProperties": False}
+    schema["$defs"].pop("ExtensionSection", None)
     return {
         "commands.md": "\n".join(_command_lines()) + "\n",
         "settings.md": "\n".join(_setting_lines(schema)) + "\n",
@@ -83,6 +84,8 @@ def _sections(
         title = f"[[{prefix}{name}]]" if field.get("type") == "array" else f"[{prefix}{name}]"
         yield from ("", f"## `{title}`", "")
         yield _one_line(field.get("description", section.get("description", "")))
+        if "x-extension" in field:
+            yield f"The section belongs to the extension `{field['x-extension']}`."
         if definition in shown:
             yield f"The settings are those of [`[{shown[definition]}]`](#{shown[definition]})."
             continue

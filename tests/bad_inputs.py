@@ -12,7 +12,7 @@ from typing import Any, Literal
 from annotated_types import Ge, Gt
 from pydantic import BaseModel
 
-from dlac_pipeline.spec.job_spec import JobSpec
+from dlac_pipeline.spec.job_spec import full_spec
 from dlac_pipeline.spec.spec_problems import bounds_of
 from tests.bad_files import FINISHED, BadInput, Made, bad_files
 from tests.bad_places import bad_places
@@ -126,7 +126,7 @@ def _of_specs(script: str) -> Iterator[BadInput]:
     for name, values in _VALUES.items():
         for value in values:
             yield _of_spec(script, name, value)
-    for name, value in _of_model(JobSpec):
+    for name, value in _of_model(full_spec()):
         yield replace(_of_spec(script, name, value), kind="setting", is_parsed=True)
     for section in ("source", "order", "launch"):
         spec = valid_spec(script)

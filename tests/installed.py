@@ -19,3 +19,14 @@ def install_distribution(
     lines = [line for group, entries in points.items() for line in (f"[{group}]", *entries)]
     (about / "entry_points.txt").write_text("\n".join([*lines, ""]))
     return folder
+
+
+def install_launcher(folder: Path) -> Path:
+    """Make a folder for PYTHONPATH in which a distribution has the launcher `marked` and the section `mark`."""
+    folder.mkdir()
+    source = (Path(__file__).parent / "programs" / "strange_launcher.py").read_text()
+    points = {
+        "dlac.launchers": ["marked = strange_launcher:Marked"],
+        "dlac.settings": ["mark = strange_launcher:MarkSpec"],
+    }
+    return install_distribution(folder, "strange-launcher", {"strange_launcher": source}, points)

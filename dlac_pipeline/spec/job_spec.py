@@ -7,10 +7,20 @@ import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializeAsAny,
+    ValidationInfo,
+    create_model,
+    field_validator,
+    model_validator,
+)
+from pydantic.fields import FieldInfo
 
 from dlac_pipeline.lakehouse.config import LakehouseConfig, checked_address, checked_home
 from dlac_pipeline.lakehouse.errors import BadInput, SpecInvalid
@@ -19,13 +29,21 @@ from dlac_pipeline.lakehouse.masking import note_secrets
 from dlac_pipeline.lakehouse.source_names import ICEBERG, SOURCES, external_identifier
 from dlac_pipeline.lakehouse.variables import similar_name, warn_of_variables
 from dlac_pipeline.spec import spec_problems
-from dlac_pipeline.spec.launch_spec import ClusterSpec, LaunchSpec
-from dlac_pipeline.spec.listeners_spec import ListenersSpec
+from dlac_pipeline.spec.launch_spec import LaunchSpec
+from dlac_pipeline.spec.sections import (
+    SECTIONS,
+    EventReceiver,
+    ExtensionSection,
+    UnreadSection,
+    read_section,
+    section_classes,
+)
 
 _HOME = ".dlac"
 """Name of the folder of an embedded lakehouse."""
 _VARIABLES = ("DLAC_HOME",)
 _MOST_VALUES = 100_000
+SectionT = TypeVar("SectionT", bound=ExtensionSection)
 
 
 class SourceSpec(spec_problems.Section):
@@ -313,6 +331,11 @@ class CheckpointSpec(spec_problems.Section):
 class JobSpec(spec_problems.Section):
     """One training run."""
 
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, Annotated[SerializeAsAny[ExtensionSection], BeforeValidator(read_section)]] = Field(
+        init=False
+    )
+    """Sections of extensions by name."""
     run: str
     """Name of the run: letters, digits, dots, dashes and underscores."""
     source: SourceSpec
@@ -329,20 +352,41 @@ class JobSpec(spec_problems.Section):
     """Moments and places of checkpoints."""
     launch: LaunchSpec
     """Start and supervision of the ranks."""
-    cluster: ClusterSpec = ClusterSpec()
-    """Settings of the scheduler that launch.on names."""
     lakehouse: LakehouseConfig = LakehouseConfig()
     """Address of the lakehouse."""
-    listeners: ListenersSpec = ListenersSpec()
-    """Receivers of the run's events: OpenLineage, MLflow, Weights & Biases, OpenTelemetry, Prometheus, or your own."""
     params: dict[str, str] = Field(default_factory=dict)
     """Settings that the training script reads itself."""
 
     @model_validator(mode="before")
     @classmethod
-    def _has_noted_secrets(cls, raw: Any) -> Any:
+    def _is_prepared(cls, raw: Any) -> Any:
         note_secrets(raw)
-        return raw
+        if not isinstance(raw, dict):
+            return raw
+        return {
+            name: value if name in cls.model_fields or not isinstance(name, str) else UnreadSection(name, value)
+            for name, value in raw.items()
+        }
+
+    @classmethod
+    def known_fields(cls) -> dict[str, FieldInfo]:
+        """Return all fields by name, with the sections of installed extensions."""
+        models = section_classes()
+        return {**cls.model_fields, **{name: FieldInfo(annotation=models.get(name)) for name in SECTIONS.points()}}
+
+    @property
+    def sections(self) -> dict[str, ExtensionSection]:
+        """The sections of extensions that stand in the spec, by name."""
+        return self.__pydantic_extra__ or {}
+
+    def section(self, kind: type[SectionT]) -> SectionT:
+        """Return an extension's section, or its defaults if the spec has no such table."""
+        return next((each for each in self.sections.values() if isinstance(each, kind)), None) or kind()
+
+    @property
+    def event_receiver(self) -> EventReceiver | None:
+        """The program that receives the run's events, of the first section that names one."""
+        return next((found for each in self.sections.values() if (found := each.event_receiver) is not None), None)
 
     @field_validator("run")
     @classmethod
@@ -418,6 +462,16 @@ class JobSpec(spec_problems.Section):
         places = {"store": store, "local": str(Path(made_in or store).resolve())}
         checkpoint = self.checkpoint.model_copy(update=places)
         return self.model_copy(update={"lakehouse": self.lakehouse.at_home(home), "checkpoint": checkpoint})
+
+
+def full_spec() -> type[JobSpec]:
+    """Return the job spec with the sections of all installed extensions as fields, for a schema and a reference."""
+    fields: dict[str, Any] = {}
+    for name, model in section_classes().items():
+        owner: dict[str, Any] = {"x-extension": SECTIONS.points()[name].module.rpartition(".")[0]}
+        fields[name] = (model, Field(default=model(), description=model.__doc__, json_schema_extra=owner))
+    full: type[JobSpec] = create_model("JobSpec", __base__=JobSpec, __doc__=JobSpec.__doc__, **fields)
+    return full
 
 
 def home_folder() -> Path:

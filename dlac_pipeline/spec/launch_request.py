@@ -9,7 +9,6 @@ from pydantic import Field, ValidationError
 
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.spec.listeners_spec import check_listeners
 from dlac_pipeline.spec.spec_problems import Section, Timeout, Wait
 
 OPERATOR = "operator"
@@ -50,11 +49,12 @@ class Request(LaunchChoices):
     """Seconds between two looks whether another launch has taken the run over."""
 
     def check_here(self) -> None:
-        """Raise `SpecInvalid` if the script or a listener is missing on this machine, or `BadInput` for a listener's package."""
+        """Raise `SpecInvalid` if the script is missing on this machine, or `BadInput` for something that a section names."""
         script = self.spec.launch.script
         if not Path(script).is_file():
             raise SpecInvalid(f"expected a training script at launch.script = {script!r}, found no such file")
-        check_listeners(self.spec.listeners)
+        for section in self.spec.sections.values():
+            section.check_here()
 
 
 def pack(request: Request) -> str:

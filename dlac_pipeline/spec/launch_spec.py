@@ -1,7 +1,6 @@
-"""The launch and cluster sections of a job spec: how ranks are started, watched and recovered, and the nodes of a scheduler."""
+"""The launch section of a job spec: how ranks are started, watched and recovered."""
 
-import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
@@ -10,7 +9,6 @@ from dlac_pipeline.lakehouse.doors import Door
 from dlac_pipeline.lakehouse.errors import BadInput
 from dlac_pipeline.spec.spec_problems import LONGEST_WAIT_S, MOST_NODES, Section, Timeout, Wait
 
-_PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
 LAUNCHERS = Door("dlac.launchers", "launcher")
 HERE = "here"
 """The launcher of the core: this node."""
@@ -219,85 +217,3 @@ class LaunchSpec(Section):
     def leave_s(self) -> float:
         """Seconds from a notice until the ranks are gone."""
         return self.deadline_s or self.grace_s
-
-
-class MountSpec(Section):
-    """A volume from outside a node's container."""
-
-    kind: Literal["claim", "host", "secret"] = "claim"
-    """"claim": a persistent volume claim. "host": a folder of the node. "secret": a secret, with a file for each key that only
-    the owner can read (mode 0400)."""
-    source: str = Field(min_length=1)
-    """Name of the claim or of the secret, or path on the node."""
-    path: str = Field(pattern=r"^/")
-    """Path of the mount in the pod."""
-    read_only: bool = False
-    """Refuse writes by nodes. A secret is always read-only."""
-
-    @property
-    def writable(self) -> bool:
-        """True if nodes may write to it."""
-        return not self.read_only and self.kind != "secret"
-
-    def volume(self) -> dict[str, Any]:
-        """Return the volume as Kubernetes writes it."""
-        if self.kind == "secret":
-            return {"secret": {"secretName": self.source, "defaultMode": 0o400}}
-        if self.kind == "host":
-            return {"hostPath": {"path": self.source}}
-        return {"persistentVolumeClaim": {"claimName": self.source}}
-
-
-class ClusterSpec(Section):
-    """Settings of a scheduler as `launch.on`. launch.nodes has the number of nodes."""
-
-    image: str = ""
-    """Container image with DLAC, the script, and its data paths. Empty on Slurm: the login node's Python."""
-    python: str = Field(default="python3", min_length=1)
-    """Python command of the nodes."""
-    cpu: int = Field(default=1, ge=1, le=65_536)
-    """Processors of a node."""
-    gpu: int = Field(default=0, ge=0, le=4096)
-    """Accelerators of a node. With launch.nodes this is also the number of its ranks, unless launch.nproc_per_node is set.
-    Without launch.nodes, launch.world_size counts."""
-    memory_mb: int = Field(default=0, ge=0, le=2**30)
-    """Memory of a node in megabytes. 0: the scheduler's default."""
-    time_limit_s: int = Field(default=0, ge=0, le=31_536_000)
-    """Seconds until the scheduler ends the job. 0: its own limit."""
-    port: int = Field(default=29400, ge=1024, le=65535)
-    """Port at which the first node serves the rendezvous."""
-    retries: int = Field(default=0, ge=0, le=1000)
-    """Restarts of a failed job. On Slurm all nodes restart together, and preemptions count. On Kubernetes each pod restarts
-    alone. Preempted jobs and pods are always restarted."""
-    env: dict[str, str] = Field(default_factory=dict)
-    """Environment variables of the nodes. launch.env has those of the ranks."""
-    partition: str = ""
-    """Slurm: partition."""
-    account: str = ""
-    """Slurm: account to charge."""
-    options: dict[str, str] = Field(default_factory=dict)
-    """Slurm: further options of sbatch by their long names, e.g. {constraint = "h100"}. An option without a value has an empty
-    one, e.g. {exclusive = ""}."""
-    kind: Literal["jobset", "trainjob"] = "jobset"
-    """Kubernetes: "jobset": a JobSet. "trainjob": a TrainJob of Kubeflow Trainer with the same pods."""
-    queue: str = ""
-    """Kubernetes: local queue of Kueue."""
-    namespace: str = ""
-    """Kubernetes: namespace. Empty: default."""
-    service_account: str = ""
-    """Kubernetes: service account of the pods."""
-    priority_class: str = ""
-    """Kubernetes: priority class of the job."""
-    mounts: list[MountSpec] = Field(default_factory=list)
-    """Kubernetes: volumes that pods mount."""
-    pod: dict[str, Any] = Field(default_factory=dict)
-    """Kubernetes: settings that are merged into each pod, in the words of Kubernetes (spec.nodeSelector, spec.tolerations ...). A
-    container named "node" is merged into the container of the node."""
-
-    @field_validator("env", "options")
-    @classmethod
-    def _named(cls, settings: dict[str, str]) -> dict[str, str]:
-        wrong = [name for name in settings if not _PLAIN.fullmatch(name)]
-        if wrong:
-            raise ValueError(f"expected plain names, found {wrong[0]!r}: letters, digits, '_' and '-' only")
-        return settings

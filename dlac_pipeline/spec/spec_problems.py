@@ -18,8 +18,8 @@ from pydantic_core import ErrorDetails
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.masking import is_secret_name, mask_secrets
 
-_WITH_SECRETS = ("lakehouse", "checkpoint", "launch", "cluster", "listeners", "params")
-"""Sections in which an unknown field may be a misplaced secret."""
+_WITH_SECRETS = ("lakehouse", "checkpoint", "launch", "params")
+"""Sections of the core in which an unknown field may be a misplaced secret. It may be one in each section of an extension."""
 _NOT_A_SECTION = ("model_type", "model_attributes_type", "dict_type", "list_type")
 """Problems of a value in the place of a section, of free settings or of a list."""
 _DATA = ("row_filter", "exclude", "params")
@@ -43,6 +43,11 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True, use_attribute_docstrings=True
     )
+
+    @classmethod
+    def known_fields(cls) -> dict[str, FieldInfo]:
+        """Return all fields by name, for messages."""
+        return cls.model_fields
 
     @field_validator("*", mode="before")
     @classmethod
@@ -103,6 +108,10 @@ def _kinds_of(annotation: Any) -> Iterator[Any]:
 _SectionT = typing.TypeVar("_SectionT", bound=Section)
 
 
+def _fields_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
+    return model.known_fields() if issubclass(model, Section) else model.model_fields
+
+
 def validate(section: type[_SectionT], raw: object, *, invalid: str) -> _SectionT:
     """Return a section from plain data, or raise `SpecInvalid` with every wrong field, what was expected and found.
 
@@ -155,7 +164,8 @@ def describe_problem(problem: ErrorDetails, root: type[BaseModel]) -> str:
 def _describe_found(problem: ErrorDetails, root: type[BaseModel]) -> str:
     """Return the value, or its type: free settings and values of unknown fields may be secrets."""
     value, path = problem["input"], problem["loc"]
-    is_unknown = problem["type"] == "extra_forbidden" and path[0] in _WITH_SECRETS
+    may_have_secrets = path[0] in _WITH_SECRETS or (len(path) > 1 and path[0] not in root.model_fields)
+    is_unknown = problem["type"] == "extra_forbidden" and may_have_secrets
     is_free = _free_from(path, root) < len(path) or problem["type"] == "invalid_key"
     is_secret = any(isinstance(part, str) and (is_secret_name(part) or part == "args") for part in path)
     is_whole = problem["type"] in _NOT_A_SECTION
@@ -173,7 +183,7 @@ def _free_from(path: Sequence[str | int], root: type[BaseModel]) -> int:
             return at
         if isinstance(part, int) and field is not None:
             continue
-        field = None if section is None else section.model_fields.get(str(part))
+        field = None if section is None else _fields_of(section).get(str(part))
         if field is None:
             return len(path) if at == len(path) - 1 and isinstance(part, str) else at
         section = _model_in(field)
@@ -200,10 +210,11 @@ def _instead(path: Sequence[str | int], root: type[BaseModel]) -> str:
     section: type[BaseModel] | None = root
     for part in path[:-1]:
         if isinstance(part, str) and section is not None:
-            field = section.model_fields.get(part)
+            field = _fields_of(section).get(part)
             section = None if field is None else _model_in(field)
     if section is None:
         return "unknown field"
-    close = get_close_matches(str(path[-1]), list(section.model_fields), n=1)
-    meant = f"did you mean {close[0]!r}?" if close else f"expected one of {list(section.model_fields)!r}"
+    known = list(_fields_of(section))
+    close = get_close_matches(str(path[-1]), known, n=1)
+    meant = f"did you mean {close[0]!r}?" if close else f"expected one of {known!r}"
     return f"unknown field, {meant}"

@@ -95,7 +95,7 @@ def start_listeners(
     plans: Plans, spec: JobSpec, point: ResumePoint, events: EventWriter, folder: Path | None, held: ExitStack
 ) -> None:
     """Pass the events of rank 0 to the listeners, until `held` ends them. An outage of the catalog is only logged."""
-    if not spec.listeners.chosen():
+    if spec.event_receiver is None:
         return
     nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
     try:

@@ -16,7 +16,8 @@ from dlac_pipeline.lakehouse.retrying import retrying
 from dlac_pipeline.lakehouse.store_files import make_below
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec, home_folder, parse_recorded, parse_spec, read_spec
-from dlac_pipeline.spec.listeners_spec import check_listeners
+from dlac_pipeline.supervise.choose_leg import ResumeOptions
+from dlac_pipeline.supervise.claim import ClaimRequest, ResumePoint
 from dlac_pipeline.supervise.liveness.run_lock import run_lock
 from dlac_pipeline.supervise.ranks.start_ranks import KEEP_LAUNCHES, forget_launches
 from dlac_pipeline.supervise.retry_policy import RETRY_WITHIN_S
@@ -75,7 +76,8 @@ def claim_run(
     """
 
     def claim() -> str:
-        check_listeners(spec.listeners)
+        for section in spec.sections.values():
+            section.check_here()
         held.enter_context(run_lock(spec.checkpoint.local, spec.run, wait_s=0.0, takeover=takeover))
         here, launched = communicator.is_on_one_node, communicator.is_launched
         point = claim_now(plans, spec, from_memory=here, has_folder=launched)

@@ -14,8 +14,8 @@ from dlac_pipeline.spec.job_spec import parse_spec
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.spec.launch_spec import HERE, LAUNCHERS
 from tests.cluster import GOOD
-from tests.conftest import PROGRAMS, Arena
-from tests.installed import install_distribution
+from tests.conftest import Arena
+from tests.installed import install_launcher
 from tests.kubernetes_api import kubernetes_api
 from tests.ports import own_port
 from tests.slurm_cluster import needs_slurm, slurm_cluster
@@ -28,11 +28,7 @@ Events = list[dict[str, Any]]
 @pytest.fixture(autouse=True)
 def marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Install the launcher of another distribution."""
-    folder = tmp_path / "installed"
-    folder.mkdir()
-    modules = {"strange_launcher": (PROGRAMS / "strange_launcher.py").read_text()}
-    points = {"dlac.launchers": ["marked = strange_launcher:Marked"]}
-    monkeypatch.syspath_prepend(str(install_distribution(folder, "strange-launcher", modules, points)))
+    monkeypatch.syspath_prepend(str(install_launcher(tmp_path / "installed")))
 
 
 @pytest.fixture(

@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from dlac_pipeline.extensions.clusters.cluster_job import ClusterJob
+from dlac_pipeline.extensions.clusters.settings import ClusterSpec
 from dlac_pipeline.extensions.clusters.slurm import PREFERS_S, Slurm
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow
@@ -133,7 +134,7 @@ def test_finished_job_is_completed(arena: Arena, slurm: SlurmCluster, tmp_path: 
     python.write_text(f'#!/bin/bash\nset -- {sys.executable} "$@"\n{fails}\n')
     python.chmod(0o755)
     request = request_for(arena, nodes="1", batch_size=24)
-    cluster = request.spec.cluster.model_copy(update={"python": str(python), "retries": 0})
+    cluster = request.spec.section(ClusterSpec).model_copy(update={"python": str(python), "retries": 0})
     job = Slurm().submit(
         request.model_copy(update={"spec": request.spec.model_copy(update={"cluster": cluster})}), near=[]
     )

@@ -13,12 +13,12 @@ import pytest
 import yaml
 
 from dlac_pipeline.extensions.listeners.events import AttemptStarted, ProgressMade
+from dlac_pipeline.extensions.listeners.settings import ListenersSpec
 from dlac_pipeline.lakehouse.ledger.branches import left_by_rewinds
 from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, CheckpointRow
 from dlac_pipeline.operations.fork import fork_run
 from dlac_pipeline.operations.rewind import rewind_run
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.spec.listeners_spec import ListenersSpec, PrometheusSpec
 from tests.conftest import Arena
 from tests.integration.test_cli import dlac
 from tests.integration.test_resuming import damage
@@ -207,7 +207,7 @@ def test_endpoint_forgets_failed_attempt(arena: Arena) -> None:
     facts: dict[str, Any] = {"run": "r", "at": 0.0, "attempt": 1}
     start: dict[str, Any] = {"ledger": "u", "tables": (), "world_size": 1, "nodes": 1, "parent_run": "", "branch": 1}
     start |= {"step": 10, "resumed_from": "c", "branch_is_new": False, "rows_at_risk": 0}
-    listener = PrometheusListener(PrometheusSpec(port=port), arena.spec("r"))
+    listener = PrometheusListener(arena.spec("r"), host="127.0.0.1", port=port)
     losses: dict[str, Any] = {"step": 14, "loss_step": 12, "loss": 0.5, "tokens_per_s": None}
     listener.on_event(ProgressMade(**facts, **losses, rows=128, rows_at_risk=128, rows_per_s=9.0))
     running = scrape(port)

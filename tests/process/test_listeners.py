@@ -18,9 +18,9 @@ import psutil
 import pytest
 import yaml
 
+from dlac_pipeline.extensions.listeners.settings import ListenersSpec
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.spec.listeners_spec import ListenersSpec
 from tests.conftest import PROGRAMS, Arena, Launch, wait_until
 from tests.forked import Forked
 from tests.launched_nodes import job, train_together

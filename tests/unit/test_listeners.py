@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -20,11 +21,10 @@ from dlac_pipeline.extensions.listeners.events import (
     RunGivenUp,
 )
 from dlac_pipeline.extensions.listeners.main import Subscription
+from dlac_pipeline.extensions.listeners.settings import ListenersSpec
 from dlac_pipeline.extensions.listeners.translate import EventTranslator
 from dlac_pipeline.lakehouse.errors import BadInput, SpecInvalid
-from dlac_pipeline.spec import listeners_spec
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
-from dlac_pipeline.spec.listeners_spec import check_listeners
 from dlac_pipeline.supervise.liveness.heartbeat import HeartbeatFile, Phase, Spent
 from tests.listening import install_strangers
 from tests.unit.test_spec import GOOD
@@ -93,30 +93,30 @@ def test_short_table_names_other_listener() -> None:
     spec = spec_with(mine={"path": "x"}, prometheus={})
     again = parse_spec(spec.model_dump(mode="json"), origin="a copy")
     prometheus = {"host": "127.0.0.1", "port": 9464}
-    assert again.listeners.chosen() == {"prometheus": prometheus, "mine": {"path": "x"}}
+    assert again.section(ListenersSpec).chosen() == {"prometheus": prometheus, "mine": {"path": "x"}}
 
 
 def test_unknown_listener_is_refused() -> None:
-    """The message has the name that is meant, and the entry point group."""
-    with pytest.raises(SpecInvalid, match=r"found \[listeners\.mlfow\]: did you mean 'mlflow'\? .*'dlac\.listeners'"):
-        check_listeners(spec_with(mlfow={}).listeners)
+    """The message has the name that is meant."""
+    with pytest.raises(BadInput, match=r"listener in \[listeners\.mlfow\], found 'mlfow': did you mean 'mlflow'\?"):
+        spec_with(mlfow={}).section(ListenersSpec).check_here()
 
 
 def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """The message has the command that installs it."""
-    monkeypatch.setitem(listeners_spec._PACKAGES, "mlflow", ("no_such_package.client",))
-    wanted = r'no_such_package\.client for \[listeners\.mlflow\], found none: pip install "dlac-pipeline\[listeners\]"'
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    wanted = r'the package mlflow for \[listeners\.mlflow\], found none: pip install "dlac-pipeline\[listeners\]"'
     with pytest.raises(BadInput, match=wanted):
-        check_listeners(spec_with(mlflow={}).listeners)
+        spec_with(mlflow={}).section(ListenersSpec).check_here()
 
 
 def test_entry_points_of_others_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A distribution on the path has listeners, which are not imported for the check."""
     monkeypatch.syspath_prepend(install_strangers(tmp_path))
-    check_listeners(spec_with(records={"path": "x"}, raises={}).listeners)
+    spec_with(records={"path": "x"}, raises={}).section(ListenersSpec).check_here()
     (tmp_path / "strange_listeners.py").unlink()
     with pytest.raises(BadInput, match=r"the package strange_listeners for \[listeners\.records\], found none"):
-        check_listeners(spec_with(records={}).listeners)
+        spec_with(records={}).section(ListenersSpec).check_here()
 
 
 def test_oldest_progress_is_dropped(caplog: pytest.LogCaptureFixture) -> None:

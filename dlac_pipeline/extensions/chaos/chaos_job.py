@@ -25,7 +25,6 @@ from dlac_pipeline.lakehouse.masking import mask_secrets
 from dlac_pipeline.lakehouse.own_folders import remove_own
 from dlac_pipeline.lakehouse.store_files import is_local, path_at
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
-from dlac_pipeline.spec.listeners_spec import ListenersSpec
 
 _PORTS = {"http": 80, "thrift": 9083, "postgresql": 5432, "postgresql+psycopg2": 5432, "postgresql+psycopg": 5432}
 """Schemes of servers before which a proxy can stand, with their usual ports. The certificate of https names its host."""
@@ -48,8 +47,9 @@ def chaos_spec(job: JobSpec, *, run: str, steps: int | None, cascade: int = 1) -
     if job.launch.max_nodes > 1:
         launch |= {"rendezvous": f"{LOOPBACK}:{free_port()}", "rendezvous_key_file": ""}
     order = {**job.order.model_dump(), **({} if steps is None else {"steps": steps})}
-    changed = {"run": run, "order": order, "launch": launch, "listeners": ListenersSpec().model_dump()}
-    return parse_spec({**job.model_dump(), **changed}, origin="the job under chaos")
+    changed = {"run": run, "order": order, "launch": launch}
+    receivers = {name for name, section in job.sections.items() if section.event_receiver is not None}
+    return parse_spec({**job.model_dump(exclude=receivers), **changed}, origin="the job under chaos")
 
 
 def restore_catalog_of(job: JobSpec) -> Path | None:

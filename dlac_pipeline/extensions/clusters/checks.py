@@ -4,10 +4,10 @@ import re
 from pathlib import Path
 from typing import Any
 
+from dlac_pipeline.extensions.clusters.settings import ClusterSpec
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.named_catalogs import configured
 from dlac_pipeline.spec.job_spec import JobSpec, home_folder
-from dlac_pipeline.spec.launch_spec import ClusterSpec
 
 _OF_SLURM = ("partition", "account", "options")
 _OF_KUBERNETES = ("queue", "namespace", "service_account", "priority_class", "mounts", "pod")
@@ -35,16 +35,16 @@ def check_lakehouse(spec: JobSpec) -> None:
 
 def check_slurm(spec: JobSpec) -> None:
     """Raise `SpecInvalid` for a setting that a batch job of Slurm would ignore or cut."""
-    _refuse(spec.cluster, _OF_KUBERNETES, "slurm")
-    _check_options(spec.cluster)
+    _refuse(spec.section(ClusterSpec), _OF_KUBERNETES, "slurm")
+    _check_options(spec.section(ClusterSpec))
 
 
 def check_kubernetes(spec: JobSpec) -> None:
     """Raise `SpecInvalid` for a setting that Kubernetes would ignore, or lose with a pod."""
-    _refuse(spec.cluster, _OF_SLURM, "kubernetes")
-    if not spec.cluster.image:
+    _refuse(spec.section(ClusterSpec), _OF_SLURM, "kubernetes")
+    if not spec.section(ClusterSpec).image:
         raise SpecInvalid("expected cluster.image, the image of the nodes, found none: name one with DLAC in it")
-    _check_pod(spec.cluster)
+    _check_pod(spec.section(ClusterSpec))
     _check_mounted(spec)
 
 
@@ -72,8 +72,8 @@ def _check_options(cluster: ClusterSpec) -> None:
 
 def _check_mounted(spec: JobSpec) -> None:
     """Refuse folders of a pod's own, which end with it: the next pod would find neither checkpoints nor tables."""
-    mounts = [Path(mount.path) for mount in spec.cluster.mounts if mount.writable]
-    for container in _containers(spec.cluster):
+    mounts = [Path(mount.path) for mount in spec.section(ClusterSpec).mounts if mount.writable]
+    for container in _containers(spec.section(ClusterSpec)):
         added = container.get("volumeMounts", []) if container["name"] == NODE else []
         mounts += [Path(mount["mountPath"]) for mount in added if not mount.get("readOnly")]
     places = {"checkpoint.store": spec.checkpoint.store, "lakehouse.warehouse": spec.lakehouse.warehouse}

@@ -17,10 +17,10 @@ import yaml
 
 from dlac_pipeline.extensions.clusters.checks import NODE, check_kubernetes
 from dlac_pipeline.extensions.clusters.scheduler import ANSWER_S, JobState, job_name, leave_s
+from dlac_pipeline.extensions.clusters.settings import ClusterSpec
 from dlac_pipeline.lakehouse.errors import BadInput
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.launch_request import Request, pack
-from dlac_pipeline.spec.launch_spec import ClusterSpec
 
 _GROUPS = {
     "JobSet": ("jobset.x-k8s.io", "v1alpha2", "jobsets"),
@@ -41,7 +41,7 @@ class Kubernetes:
     name = "Kubernetes"
 
     def __init__(self, request: Request) -> None:
-        cluster = request.spec.cluster
+        cluster = request.spec.section(ClusterSpec)
         self._namespace = cluster.namespace or "default"
         self._kind = "TrainJob" if cluster.kind == "trainjob" else "JobSet"
         self._read_to: dict[str, str] = {}
@@ -150,7 +150,7 @@ def _client(api: str) -> Any:
 
 def documents(request: Request, near: Sequence[str] = ()) -> list[Document]:
     """Return the secret, then what the cluster is to run: the last document is the job."""
-    launch, cluster = request.spec.launch, request.spec.cluster
+    launch, cluster = request.spec.launch, request.spec.section(ClusterSpec)
     name = f"{job_name(request)}-{secrets.token_hex(3)}"
     memory = cluster.memory_mb and f"{cluster.memory_mb}M"
     resources = {"cpu": cluster.cpu, "nvidia.com/gpu": cluster.gpu, "memory": memory}
@@ -195,7 +195,9 @@ def _additions(cluster: ClusterSpec) -> Document:
 
 def _preference(request: Request, nodes: Sequence[str]) -> Document:
     """Return a part of a pod by which it prefers nodes, where copies of checkpoints are in their folders and outlive pods."""
-    mounts = [mount.path for mount in request.spec.cluster.mounts if mount.kind == "host" and mount.writable]
+    mounts = [
+        mount.path for mount in request.spec.section(ClusterSpec).mounts if mount.kind == "host" and mount.writable
+    ]
     if not nodes or not any(Path(request.spec.checkpoint.local).is_relative_to(path) for path in mounts):
         return {}
     named = {"key": _NODE_LABEL, "operator": "In", "values": [*nodes]}

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 from dlac_pipeline.extensions.clusters.scheduler import FIRST_NODE_VARIABLE, KEY_FILE_VARIABLE, UNFINISHED_EXIT_CODE
+from dlac_pipeline.extensions.clusters.settings import ClusterSpec
 from dlac_pipeline.extensions.clusters.slurm import Slurm
 from dlac_pipeline.lakehouse.errors import DlacError, SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import connect
@@ -32,7 +33,7 @@ _RESTARTS_VARIABLE = "SLURM_RESTART_COUNT"
 
 def for_node(request: Request, environment: Mapping[str, str]) -> Request:
     """Return the request with address and key of the rendezvous. Where nodes have accelerators, each has as many ranks."""
-    launch, cluster = request.spec.launch, request.spec.cluster
+    launch, cluster = request.spec.launch, request.spec.section(ClusterSpec)
     meets = f"{environment.get(FIRST_NODE_VARIABLE, 'localhost')}:{cluster.port}"
     ranks = launch.nproc_per_node or (cluster.gpu if launch.nodes else 0)
     key_file = launch.rendezvous_key_file or environment.get(KEY_FILE_VARIABLE, "")

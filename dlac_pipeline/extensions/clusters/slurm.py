@@ -18,6 +18,7 @@ from string import Template
 from dlac_pipeline.elastic.sealed_store import KEY_VARIABLE
 from dlac_pipeline.extensions.clusters.checks import check_slurm
 from dlac_pipeline.extensions.clusters.scheduler import ANSWER_S, UNFINISHED_EXIT_CODE, JobState, job_name, leave_s
+from dlac_pipeline.extensions.clusters.settings import ClusterSpec
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.launch_request import REQUEST_VARIABLE, Request, pack
 
@@ -57,7 +58,7 @@ class Slurm:
 
     def render(self, request: Request, near: Sequence[str] = ()) -> str:
         """Return the batch script of a job that requires the nodes in `near`."""
-        launch, cluster = request.spec.launch, request.spec.cluster
+        launch, cluster = request.spec.launch, request.spec.section(ClusterSpec)
         limit_s = cluster.time_limit_s
         options = {
             "partition": cluster.partition,
@@ -86,7 +87,7 @@ class Slurm:
 
     def submit(self, request: Request, near: Sequence[str]) -> str:
         """Submit the job and return its id. It gets any nodes where Slurm refuses it on the idle ones of `near`."""
-        cluster, most = request.spec.cluster, request.spec.launch.max_nodes
+        cluster, most = request.spec.section(ClusterSpec), request.spec.launch.max_nodes
         idle = [] if _PLACES & set(cluster.options) else _idle(near, cluster.partition)[:most]
         try:
             output = _answer("sbatch", "--parsable", script=self.render(request, idle))

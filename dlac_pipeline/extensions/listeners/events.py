@@ -238,7 +238,11 @@ class RunBegun(RunEvent):
 
 
 class Listener(Protocol):
-    """Receiver of a run's events, in a thread of its own. A method `close()`, if there is one, is called after the last event."""
+    """Receiver of a run's events, in a thread of its own. A method `close()`, if there is one, is called after the last event.
+
+    An entry of `dlac.listeners` makes one: `make(**options)`, with the options of its table in the job spec. If `make` has a
+    parameter `spec`, it also receives the job spec.
+    """
 
     def on_event(self, event: RunEvent) -> None:
         """Receive an event. An exception is logged, and the listener receives further events."""

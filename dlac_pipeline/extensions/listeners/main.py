@@ -1,6 +1,6 @@
 """The process of a run's listeners, each with a thread of its own: `python -m dlac_pipeline.extensions.listeners.main`.
 
-Standard input: the job spec and the orchestrator's run as one line of JSON, then one event per line, until the process ends.
+Standard input: the job spec and facts of the launch as one line of JSON, then one event per line, until the process ends.
 """
 
 import json
@@ -14,27 +14,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from importlib import import_module
-from importlib.metadata import entry_points
+from inspect import signature
 from typing import Any
 
 from dlac_pipeline.extensions.listeners.events import Listener, ProgressMade, RunEvent
+from dlac_pipeline.extensions.listeners.settings import ENDPOINTS, LISTENERS, ListenersSpec
 from dlac_pipeline.extensions.listeners.translate import EventTranslator
 from dlac_pipeline.lakehouse.errors import BadInput
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
-from dlac_pipeline.spec.listeners_spec import GROUP
 
 _log = logging.getLogger("dlac_pipeline.listeners")
 _POLL_S = 0.5
 """Seconds between two reads of the heartbeats."""
-_OWN = {
-    "openlineage": ("open_lineage", "OpenLineageListener"),
-    "mlflow": ("ml_flow", "MLflowListener"),
-    "wandb": ("weights_and_biases", "WandbListener"),
-    "opentelemetry": ("open_telemetry", "OpenTelemetryListener"),
-    "prometheus": ("prometheus", "PrometheusListener"),
-}
-"""Listener -> module of this package, and class. Names differ from those of the libraries."""
 
 
 class Subscription:
@@ -117,9 +108,11 @@ def main() -> int:
     head = json.loads(next(line for line in lines if line is not None))
     spec = parse_spec(head["spec"], origin="the job spec of the listeners")
     translator = EventTranslator(spec, parent_run=head["launched_by"])
+    settings = spec.section(ListenersSpec)
     subscriptions = [
-        Subscription(name, partial(_make, name, options, spec), most_waiting=spec.listeners.queue_events)
-        for name, options in spec.listeners.chosen().items()
+        Subscription(name, partial(make_listener, name, options, spec), most_waiting=settings.queue_events)
+        for name, options in settings.chosen().items()
+        if not (head["is_command"] and name in ENDPOINTS)
     ]
     for line in lines:
         for event in translator.poll() if line is None else translator.translate(json.loads(line)):
@@ -128,7 +121,7 @@ def main() -> int:
     for last in (*translator.end("lost", reason="the supervisor was lost"), None):
         for each in subscriptions:
             each.put(last)
-    deadline = time.monotonic() + spec.listeners.end_s
+    deadline = time.monotonic() + head["end_s"]
     for each in subscriptions:
         each.join(deadline)
     return 0
@@ -148,17 +141,12 @@ def _lines() -> Iterator[bytes | None]:
         yield from lines
 
 
-def _make(name: str, options: Mapping[str, Any], spec: JobSpec) -> Listener:
-    if name in _OWN:
-        module, kind = _OWN[name]
-        own = import_module(f"dlac_pipeline.extensions.listeners.{module}")
-        made: Listener = getattr(own, kind)(getattr(spec.listeners, name), spec)
-        return made
-    points = entry_points(group=GROUP, name=name)
-    if not points:  # a command may run elsewhere than the launches, which check it
-        raise BadInput(f"expected an entry point {name!r} in the group {GROUP!r}, found none: install its package here")
-    other: Listener = points[name].load()(**options)
-    return other
+def make_listener(name: str, options: Mapping[str, Any], spec: JobSpec) -> Listener:
+    """Make a listener with its options, and with the job spec if it has a parameter `spec`."""
+    make = LISTENERS.load(name, setting="listeners")
+    given = {"spec": spec} if "spec" in signature(make).parameters else {}
+    made: Listener = make(**{**given, **options})
+    return made
 
 
 if __name__ == "__main__":

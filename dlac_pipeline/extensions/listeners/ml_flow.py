@@ -19,7 +19,6 @@ from dlac_pipeline.extensions.listeners.events import (
 )
 from dlac_pipeline.extensions.listeners.tracker import Metrics, Tracker, branch_name
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.spec.listeners_spec import MLflowSpec
 
 _MOST_METRICS = 1000
 """Metrics that a server takes in one request."""
@@ -30,13 +29,13 @@ _STATUS = {"finished": "FINISHED", "caught_up": "FINISHED", "stopped": "KILLED",
 class MLflowListener(Tracker):
     """Writer of an MLflow run for each branch, which is known by its tags `dlac.ledger`, `dlac.run` and `dlac.branch`."""
 
-    def __init__(self, options: MLflowSpec, spec: JobSpec) -> None:
+    def __init__(self, spec: JobSpec, *, tracking_uri: str, experiment: str) -> None:
         super().__init__(spec)
-        self._client = MlflowClient(tracking_uri=options.tracking_uri or None)
+        self._client = MlflowClient(tracking_uri=tracking_uri or None)
         try:
-            self._experiment = self._client.create_experiment(options.experiment)
+            self._experiment = self._client.create_experiment(experiment)
         except MlflowException:  # it exists
-            known = self._client.get_experiment_by_name(options.experiment)
+            known = self._client.get_experiment_by_name(experiment)
             if known is None:
                 raise
             self._experiment = known.experiment_id

@@ -23,7 +23,6 @@ from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.masking import mask_secrets
 from dlac_pipeline.lakehouse.source_names import split_identifier
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.spec.listeners_spec import OpenLineageSpec
 
 _log = logging.getLogger(__name__)
 _PRODUCER = "urn:dlac-pipeline"
@@ -34,12 +33,12 @@ _ENDS = {"finished": "COMPLETE", "caught_up": "COMPLETE", "failed": "FAIL"}
 class OpenLineageListener:
     """Emitter of lineage."""
 
-    def __init__(self, options: OpenLineageSpec, spec: JobSpec) -> None:
+    def __init__(self, spec: JobSpec, *, namespace: str) -> None:
         self._spec = spec
         event_v2.set_producer(_PRODUCER)
         self._client = OpenLineageClient()
         kind = facet_v2.job_type_job.JobTypeJobFacet(processingType="BATCH", integration="DLAC", jobType="TRAINING")
-        self._job = event_v2.Job(options.namespace, spec.run, {"jobType": kind})
+        self._job = event_v2.Job(namespace, spec.run, {"jobType": kind})
         self._run = event_v2.Run(str(uuid.UUID(int=0)))
         self._tables: dict[str, tuple[events.InputTable, event_v2.Dataset]] = {}
         self._rows: dict[str, int] = {}

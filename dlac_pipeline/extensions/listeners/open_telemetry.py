@@ -15,7 +15,6 @@ from opentelemetry.util.types import AttributeValue
 
 from dlac_pipeline.extensions.listeners import events
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.spec.listeners_spec import OpenTelemetrySpec
 
 _SCOPE = "dlac"
 _UNITS = {"step": "{step}", "loss_step": "{step}", "loss": "1", "rows_at_risk": "{row}"}
@@ -25,12 +24,12 @@ _UNITS |= {"rows_per_s": "{row}/s", "tokens_per_s": "{token}/s"}
 class OpenTelemetryListener:
     """Exporter of spans and gauges."""
 
-    def __init__(self, options: OpenTelemetrySpec, spec: JobSpec) -> None:
+    def __init__(self, spec: JobSpec, *, export_every_s: float) -> None:
         os.environ.setdefault("OTEL_SERVICE_NAME", "dlac")
         resource = Resource.create({"dlac.run": spec.run})
         self._traces = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._traces.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
-        every_ms = options.export_every_s * 1000
+        every_ms = export_every_s * 1000
         reader = PeriodicExportingMetricReader(OTLPMetricExporter(), export_interval_millis=every_ms)
         self._metrics = MeterProvider(metric_readers=[reader], resource=resource, shutdown_on_exit=False)
         self._tracer = self._traces.get_tracer(_SCOPE)

@@ -6,7 +6,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_serv
 
 from dlac_pipeline.extensions.listeners import events
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.spec.listeners_spec import PrometheusSpec
 
 _GAUGES = {
     "attempt": "Number of the current attempt",
@@ -33,7 +32,7 @@ _COUNTERS = {
 class PrometheusListener:
     """Endpoint for Prometheus. Values are those of this launch."""
 
-    def __init__(self, options: PrometheusSpec, spec: JobSpec) -> None:
+    def __init__(self, spec: JobSpec, *, host: str, port: int) -> None:
         self._run = spec.run
         registry = CollectorRegistry()
         self._gauges = {name: Gauge(f"dlac_{name}", text, ["run"], registry=registry) for name, text in _GAUGES.items()}
@@ -41,7 +40,7 @@ class PrometheusListener:
             name: Counter(f"dlac_{name}", text, ["run", *labels], registry=registry)
             for name, (text, labels) in _COUNTERS.items()
         }
-        self._server, self._thread = start_http_server(options.port, addr=options.host, registry=registry)
+        self._server, self._thread = start_http_server(port, addr=host, registry=registry)
 
     def on_event(self, event: events.RunEvent) -> None:
         """Change the values that an event has."""

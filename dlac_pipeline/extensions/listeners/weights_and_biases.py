@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping
+from typing import Literal
 
 import wandb
 
@@ -15,15 +16,14 @@ from dlac_pipeline.extensions.listeners.events import (
 )
 from dlac_pipeline.extensions.listeners.tracker import Metrics, Tracker, branch_name
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.spec.listeners_spec import WandbSpec
 
 
 class WandbListener(Tracker):
     """Writer of a run of W&B for each branch, whose id is a digest of the ledger, the run and the branch."""
 
-    def __init__(self, options: WandbSpec, spec: JobSpec) -> None:
+    def __init__(self, spec: JobSpec, *, project: str, entity: str, mode: Literal["", "online", "offline"]) -> None:
         super().__init__(spec)
-        self._options = options
+        self._project, self._entity, self._mode = project, entity, mode
         self._run: wandb.Run | None = None
         self._exit_code = 1
 
@@ -69,15 +69,15 @@ class WandbListener(Tracker):
 
     def _open(self, ledger: str, branch: int) -> tuple[bool, wandb.Run]:
         """Open the run of a branch, and end another one. Return True if this launch opens it and no earlier one is known."""
-        options, name = self._options, f"{ledger}/{self._spec.run}" + (f"/{branch}" if branch > 1 else "")
+        name = f"{ledger}/{self._spec.run}" + (f"/{branch}" if branch > 1 else "")
         run_id = hashlib.sha256(name.encode()).hexdigest()[:16]
         if self._run is not None and self._run.id == run_id:
             return False, self._run
         self.close()
         self._run = run = wandb.init(
-            project=options.project,
-            entity=options.entity or None,
-            mode=options.mode or None,
+            project=self._project,
+            entity=self._entity or None,
+            mode=self._mode or None,
             name=branch_name(self._spec.run, branch),
             group=self._spec.run,
             id=run_id,

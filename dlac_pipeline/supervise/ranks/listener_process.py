@@ -21,7 +21,6 @@ from dlac_pipeline.supervise.start.resume_point import ResumePoint
 
 WENT_BACK, RUN_BEGUN, RETIRED = "went_back", "run_begun", "retired"
 """Events about branches and checkpoints. The process of the listeners reads their facts from the ledger."""
-_PROGRAM = "dlac_pipeline.extensions.listeners.main"
 _MOST_WAITING = 10_000
 """Events that wait for a process that reads none. Further ones are lost."""
 _MARGIN_S = 2.0
@@ -53,32 +52,34 @@ def tables_of(leg: Leg, plans: Plans) -> list[dict[str, Any]]:
 
 
 def report_command(spec: JobSpec | None, event: Event) -> None:
-    """Pass an event of a command to the run's listeners, and wait for them. An endpoint, which needs a launch, gets none."""
-    if spec is None:
+    """Pass an event of a command to the run's listeners, and wait for them."""
+    receiver = None if spec is None else spec.event_receiver
+    if spec is None or receiver is None or not receiver.takes_commands:
         return
-    waits_s = max(_COMMAND_S, spec.listeners.end_s)
-    listeners = spec.listeners.model_copy(update={"prometheus": None, "end_s": waits_s})
-    with ListenerProcess(spec.model_copy(update={"listeners": listeners})) as process:
+    with ListenerProcess(spec, is_command=True) as process:
         process.send(event)
 
 
 class ListenerProcess(AbstractContextManager["ListenerProcess"]):
     """The process of one launch's listeners. It starts with the first event, so a node that never leads has none."""
 
-    def __init__(self, spec: JobSpec, *, launched_by: str = "") -> None:
+    def __init__(self, spec: JobSpec, *, launched_by: str = "", is_command: bool = False) -> None:
         self._spec = spec
-        self._launched_by = launched_by
+        self._receiver = spec.event_receiver
+        end_s = 0.0 if self._receiver is None else self._receiver.end_s
+        self._end_s = max(_COMMAND_S, end_s) if is_command else end_s
+        self._head = {"launched_by": launched_by, "is_command": is_command, "end_s": self._end_s}
         self._lines: SimpleQueue[Event | None] = SimpleQueue()
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: threading.Thread | None = None
 
     def __exit__(self, kind: object, err: BaseException | None, trace: object) -> None:
-        """Report the error that ends the launch, if any. End the process after `listeners.end_s` seconds at the latest."""
+        """Report the error that ends the launch, if any. End the process after its own time at the latest."""
         if self._writer is None:
             return
         self.send({"event": "closed"} if err is None else {"event": "error", "message": f"{type(err).__name__}: {err}"})
         self._lines.put(None)
-        deadline = time.monotonic() + self._spec.listeners.end_s + _MARGIN_S
+        deadline = time.monotonic() + self._end_s + _MARGIN_S
         self._writer.join(deadline - time.monotonic())
         process = self._process
         if process is None:
@@ -93,23 +94,24 @@ class ListenerProcess(AbstractContextManager["ListenerProcess"]):
 
     def send(self, event: Event) -> None:
         """Pass on an event of the leader, and return at once."""
-        if not self._spec.listeners.chosen() or self._lines.qsize() >= _MOST_WAITING:
+        if self._receiver is None or self._lines.qsize() >= _MOST_WAITING:
             return
         self._lines.put({"at": time.time(), **event})
         if self._writer is None:
-            self._writer = threading.Thread(target=self._write, name="listeners", daemon=True)
+            program = self._receiver.module
+            self._writer = threading.Thread(target=self._write, args=(program,), name="listeners", daemon=True)
             self._writer.start()
 
-    def _write(self) -> None:
+    def _write(self, program: str) -> None:
         """Start the process, and write events to it until it ends or the queue does."""
         try:
             # Standard output may be the stream of events.
             self._process = process = subprocess.Popen(
-                [sys.executable, "-m", _PROGRAM], stdin=subprocess.PIPE, stdout=2, start_new_session=True
+                [sys.executable, "-m", program], stdin=subprocess.PIPE, stdout=2, start_new_session=True
             )
             assert process.stdin is not None
             with process.stdin as stream:
-                head: Event | None = {"spec": self._spec.model_dump(mode="json"), "launched_by": self._launched_by}
+                head: Event | None = {"spec": self._spec.model_dump(mode="json"), **self._head}
                 while head is not None:
                     stream.write(json.dumps(head, default=str).encode() + b"\n")
                     stream.flush()

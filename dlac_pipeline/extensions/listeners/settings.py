@@ -3,28 +3,19 @@
 No option is a secret. Each library reads its own environment variables, so that copies of the spec contain no credentials.
 """
 
-from contextlib import suppress
-from difflib import get_close_matches
-from importlib.metadata import entry_points
-from importlib.util import find_spec
 from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from dlac_pipeline.lakehouse.errors import BadInput, SpecInvalid
+from dlac_pipeline.lakehouse.doors import Door
 from dlac_pipeline.lakehouse.masking import is_secret_name, mask_secrets
+from dlac_pipeline.spec.sections import EventReceiver, ExtensionSection
 from dlac_pipeline.spec.spec_problems import Section, Wait
 
-GROUP = "dlac.listeners"
-"""Entry point group of listeners that other distributions have."""
-_PACKAGES = {
-    "openlineage": ("openlineage.client",),
-    "mlflow": ("mlflow",),
-    "wandb": ("wandb",),
-    "opentelemetry": ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"),
-    "prometheus": ("prometheus_client",),
-}
-"""Listener -> packages that it needs."""
+LISTENERS = Door("dlac.listeners", "listener")
+_PROGRAM = "dlac_pipeline.extensions.listeners.main"
+ENDPOINTS = ("prometheus",)
+"""Listeners that are asked during a launch. A command has ended before anyone asks, so they receive none of its events."""
 
 
 class OpenLineageSpec(Section):
@@ -70,8 +61,8 @@ class PrometheusSpec(Section):
     """Port to listen at."""
 
 
-class ListenersSpec(Section):
-    """Listeners of the run's events. A table [listeners.NAME] adds one."""
+class ListenersSpec(ExtensionSection):
+    """Receivers of the run's events: OpenLineage, MLflow, Weights & Biases, OpenTelemetry, Prometheus, or your own."""
 
     model_config = ConfigDict(json_schema_extra={"additionalProperties": {"type": "object"}})
 
@@ -105,7 +96,7 @@ class ListenersSpec(Section):
     @field_validator("other")
     @classmethod
     def _have_tables(cls, other: dict[str, Any]) -> dict[str, Any]:
-        if own := sorted(other.keys() & _PACKAGES.keys()):
+        if own := sorted(other.keys() & cls.model_fields.keys()):
             raise ValueError(
                 f"expected a listener of another distribution, found {own[0]!r}: write [listeners.{own[0]}]"
             )
@@ -127,25 +118,17 @@ class ListenersSpec(Section):
 
     def chosen(self) -> dict[str, dict[str, Any]]:
         """Return the name of each listener -> its options."""
-        own = {name: getattr(self, name) for name in _PACKAGES}
-        return {name: each.model_dump() for name, each in own.items() if each is not None} | self.other
+        fields = {name: getattr(self, name) for name in type(self).model_fields}
+        return {name: each.model_dump() for name, each in fields.items() if isinstance(each, Section)} | self.other
 
+    def check_here(self) -> None:
+        """Raise `BadInput` for a chosen listener that is unknown, or whose package is not installed. Imports none of them."""
+        for name in self.chosen():
+            LISTENERS.check(name, setting=f"[listeners.{name}]")
 
-def check_listeners(listeners: ListenersSpec) -> None:
-    """Raise `SpecInvalid` for a chosen listener that is unknown, or `BadInput` if a package that it needs is not installed."""
-    others = {point.name: point for point in entry_points(group=GROUP)} if listeners.other else {}
-    for name in listeners.chosen():
-        if name not in _PACKAGES and name not in others:
-            known = [*_PACKAGES, *others]
-            close = get_close_matches(name, known, n=1)
-            meant = f"did you mean {close[0]!r}?" if close else f"one of {known!r}"
-            raise SpecInvalid(
-                f"expected listeners that are installed, found [listeners.{name}]: {meant} A listener of your own needs an entry "
-                f"point {name!r} in the group {GROUP!r}"
-            )
-        for package in _PACKAGES.get(name) or (others[name].module,):
-            with suppress(ModuleNotFoundError):  # of a parent package
-                if find_spec(package) is not None:
-                    continue
-            install = "" if name in others else ': pip install "dlac-pipeline[listeners]"'
-            raise BadInput(f"expected the package {package} for [listeners.{name}], found none{install}")
+    @property
+    def event_receiver(self) -> EventReceiver | None:
+        """The process of the chosen listeners."""
+        chosen = self.chosen()
+        takes_commands = bool(chosen.keys() - set(ENDPOINTS))
+        return EventReceiver(module=_PROGRAM, end_s=self.end_s, takes_commands=takes_commands) if chosen else None
