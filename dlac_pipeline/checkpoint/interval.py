@@ -13,6 +13,8 @@ from dlac_pipeline.spec.launch_spec import NODES
 
 MOST_OVERHEAD = 0.1
 """Share of the time that checkpoints may take at the most, whatever the failure rate."""
+_PRIOR_MTBF_S = 86_400.0
+"""Time between failures until the run has failed: a day. The interval grows with its root only, and is measured afterwards."""
 _FIRST_S = 60.0
 """Seconds until the first checkpoint of a run, whose cost is unknown."""
 _LEFT_WELL = ("end", "left", NODES, *NOTICES)
@@ -101,7 +103,7 @@ def choose_interval(settings: CheckpointSpec, cost: Cost | None, failures: Failu
     wished_s = settings.recovery_point_s
     if cost is None:
         return Choice(interval_s=min(_FIRST_S, wished_s or _FIRST_S), reason="the first one shows what they cost")
-    mtbf_s = failures.mtbf_s(settings.mtbf_s)
+    mtbf_s = failures.mtbf_s(_PRIOR_MTBF_S)
     optimum_s = daly_interval_s(cost.lost_s, mtbf_s)
     optimum = f"optimum for checkpoints that cost {cost.lost_s:.2g} s, {failures.describe(mtbf_s)}"
     at_least_s, floor = max(

@@ -116,13 +116,6 @@ class LaunchSpec(Section):
     or NaN. It commits no checkpoint of that step. "exclude": the next attempt leaves out the rows without which the step would be
     no spike. If it is one again, or no few rows are to blame, training continues with a warning. Unset: it continues. Steps that
     were not applied do not count."""
-    straggler_factor: float = Field(default=2.0, ge=0, le=1e6)
-    """A rank is a straggler if its own time in a phase is at least this many times the median of the other ranks, and straggler_s
-    longer. 0: never."""
-    straggler_s: Wait = 1.0
-    """Seconds (per step) by which a straggler is at least slower than the median of the other ranks."""
-    straggler_steps: int = Field(default=5, ge=1, le=1_000_000)
-    """Steps in a row over which reading and computing are compared."""
 
     @field_validator("on")
     @classmethod

@@ -41,7 +41,7 @@ class AttemptMonitor:
         self.incident: Incident | None = None
         self._recorder = recorder
         self._publish = publish
-        self._stragglers = Stragglers(launch)
+        self._stragglers = Stragglers()
         self._published_step = (0, 0)
         self._published_at = -math.inf
 

@@ -69,7 +69,7 @@ def listened(campaign: Arena, strangers: None, tmp_path_factory: pytest.TempPath
         "openlineage": {"namespace": "training"},
         "mlflow": {"tracking_uri": (folder / "mlruns").as_uri(), "experiment": "tests"},
         "wandb": {"project": "tests", "mode": "offline"},
-        "opentelemetry": {"export_every_s": 1},
+        "opentelemetry": {},
         "records": {"path": str(folder / "events.jsonl")},
         "raises": {},
         "slow": {},
@@ -80,6 +80,7 @@ def listened(campaign: Arena, strangers: None, tmp_path_factory: pytest.TempPath
     with pytest.MonkeyPatch.context() as monkeypatch, running_receiver() as receiver:
         monkeypatch.setenv("OPENLINEAGE_URL", receiver.url)
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.url)
+        monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "1000")
         monkeypatch.setenv("WANDB_DIR", str(folder))
         monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
         spec = with_listeners(campaign.spec("listened", pause_s=0.04), **chosen)

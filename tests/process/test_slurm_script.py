@@ -11,8 +11,8 @@ from dlac_pipeline.launchers.protocol import render_job
 from dlac_pipeline.spec.launch_request import unpack
 from tests.cluster import cluster_request
 
-SLURM = {"cpu": 8, "gpu": 4, "memory_mb": 64_000, "time_limit_s": 93_784, "partition": "h100", "account": "lm"} | {
-    "options": {"constraint": "ib"},
+SLURM = {"cpu": 8, "gpu": 4, "memory_mb": 64_000, "time_limit_s": 93_784} | {
+    "options": {"partition": "h100", "account": "lm", "constraint": "ib"},
     "env": {"NCCL_DEBUG": "WARN"},
     "retries": 2,
 }

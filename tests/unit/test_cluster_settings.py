@@ -61,7 +61,7 @@ def test_dollars_reach_pods_unchanged() -> None:
             r"cluster\.options\.comment without blanks.* found 'two words'",
         ),
         ("slurm", {"options": {"mail-type": "END#x"}}, r"cluster\.options\.mail-type .* found 'END#x'"),
-        ("slurm", {"partition": "a b"}, r"cluster\.partition .* found 'a b'"),
+        ("slurm", {"options": {"partition": "a b"}}, r"cluster\.options\.partition .* found 'a b'"),
         ("kubernetes", {"pod": {"foo": {}}}, r"expected no cluster\.pod\.foo"),
         (
             "kubernetes",

@@ -80,16 +80,19 @@ def test_first_term_is_youngs() -> None:
         ({}, Cost(lost_s=1.0, total_s=1.0), 415.0, "optimum for checkpoints that cost 1 s, no failure yet"),
         ({"recovery_point_s": 103.0}, Cost(lost_s=1.0, total_s=1.0), 100.0, "wished recovery point of 103 s"),
         ({"recovery_point_s": 20.0}, Cost(lost_s=5.0, total_s=5.0), 45.0, "cannot be held"),
-        ({"mtbf_s": 60.0}, Cost(lost_s=5.0, total_s=5.0), 45.0, "10% of the time at the most"),
-        ({"mtbf_s": 60.0}, Cost(lost_s=0.1, total_s=30.0), 30.0, "as long as one takes"),
-        ({"mtbf_s": 60.0}, Cost(lost_s=0.001, total_s=0.01), 2.0, "as often as ranks agree"),
+        ({"failed_after_s": 60.0}, Cost(lost_s=5.0, total_s=5.0), 45.0, "10% of the time at the most"),
+        ({"failed_after_s": 60.0}, Cost(lost_s=0.1, total_s=30.0), 30.0, "as long as one takes"),
+        ({"failed_after_s": 60.0}, Cost(lost_s=0.001, total_s=0.01), 2.0, "as often as ranks agree"),
         ({"interval": "fixed", "every_s": 30.0}, Cost(lost_s=1.0, total_s=1.0), 30.0, "spec"),
         ({"interval": "fixed"}, None, math.inf, "spec"),
     ],
 )
 def test_interval_names_its_bound(changes: dict[str, Any], cost: Cost | None, interval_s: float, why: str) -> None:
     """The interval is the optimum, unless the recovery point, the overhead or the duration of a checkpoint bounds it."""
-    choice = choose_interval(settings(**changes), cost, Failures())
+    failed_after_s = changes.get("failed_after_s", 0.0)
+    given = {name: each for name, each in changes.items() if name != "failed_after_s"}
+    failures = Failures(count=int(failed_after_s > 0), trained_s=failed_after_s)
+    choice = choose_interval(settings(**given), cost, failures)
     assert choice.interval_s == pytest.approx(interval_s, rel=0.005)
     assert why in choice.reason
 

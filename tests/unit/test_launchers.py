@@ -17,14 +17,13 @@ from dlac_pipeline.spec.launch_request import Request, pack, unpack
 from dlac_pipeline.supervise.supervisor import Supervisor
 from tests.cluster import cluster_request
 
-SLURM = {"cpu": 8, "gpu": 4, "memory_mb": 64_000, "time_limit_s": 93_784, "partition": "h100", "account": "lm"} | {
-    "options": {"constraint": "ib"},
+SLURM = {"cpu": 8, "gpu": 4, "memory_mb": 64_000, "time_limit_s": 93_784} | {
+    "options": {"partition": "h100", "account": "lm", "constraint": "ib"},
     "env": {"NCCL_DEBUG": "WARN"},
     "retries": 2,
 }
 KUBERNETES = {"image": "registry.example/dlac:1", "cpu": 8, "gpu": 4, "memory_mb": 64_000, "queue": "train"} | {
     "namespace": "ml",
-    "service_account": "trainer",
     "time_limit_s": 3600,
     "retries": 2,
     "mounts": [
@@ -32,7 +31,7 @@ KUBERNETES = {"image": "registry.example/dlac:1", "cpu": 8, "gpu": 4, "memory_mb
         {"kind": "host", "source": "/d", "path": "/d", "read_only": True},
         {"kind": "secret", "source": "postgres", "path": "/secrets/postgres"},
     ],
-    "pod": {"spec": {"nodeSelector": {"pool": "h100"}}},
+    "pod": {"spec": {"nodeSelector": {"pool": "h100"}, "serviceAccountName": "trainer"}},
 }
 
 
@@ -151,9 +150,9 @@ def test_first_pod_serves_rendezvous() -> None:
         ("slurm", {"options": {"--x": "1"}}, r"cluster\.options: expected plain names, found '--x'"),
         ("slurm", {"time_limit_s": -1}, r"cluster\.time_limit_s: .*found -1"),
         ("slurm", {"port": 80}, r"cluster\.port: .*found 80"),
-        ("slurm", {"partitoin": "a"}, r"cluster\.partitoin: unknown field, did you mean 'partition'"),
+        ("slurm", {"optoins": {}}, r"cluster\.optoins: unknown field, did you mean 'options'"),
         ("kubernetes", {}, r"expected cluster\.image"),
-        ("kubernetes", {"image": "i", "partition": "a"}, r"expected no cluster\.partition .* found 'a'"),
+        ("kubernetes", {"image": "i", "options": {"a": "b"}}, r"expected no cluster\.options .* found \{'a': 'b'\}"),
         (
             "kubernetes",
             {"image": "i", "mounts": [{"source": "s", "path": "d"}]},

@@ -109,7 +109,7 @@ def test_submission_names_holders(arena: Arena, monkeypatch: pytest.MonkeyPatch)
 
 def test_slurm_requires_idle_holders(idle: list[str]) -> None:
     """A job requires the idle nodes among the holders, in their order, and at most its number of nodes."""
-    Slurm().submit(cluster_request("slurm", {"partition": "h100"}, nodes="1"), near=["n1", "n3", "n2"])
+    Slurm().submit(cluster_request("slurm", {"options": {"partition": "h100"}}, nodes="1"), near=["n1", "n3", "n2"])
     assert idle[0].startswith("sinfo --noheader --Node")
     assert idle[0].endswith("--nodes=n1,n3,n2 --partition=h100")
     assert required(idle[1]) == ["n3"]

@@ -9,10 +9,10 @@ from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.named_catalogs import configured
 from dlac_pipeline.spec.job_spec import JobSpec, home_folder
 
-_OF_SLURM = ("partition", "account", "options")
-_OF_KUBERNETES = ("queue", "namespace", "service_account", "priority_class", "mounts", "pod")
+_OF_SLURM = ("options",)
+_OF_KUBERNETES = ("queue", "namespace", "mounts", "pod")
 _OURS = {
-    *("nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "gpus-per-node", "mem", "time", "partition", "account"),
+    *("nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "gpus-per-node", "mem", "time"),
     *("signal", "no-kill", "requeue", "no-requeue", "job-name", "output", "error", "open-mode"),
 }
 """Options of sbatch that the template or another setting gives."""
@@ -57,11 +57,10 @@ def store_in_doubt(spec: JobSpec) -> str | None:
 
 
 def _check_options(cluster: ClusterSpec) -> None:
-    options = {f"options.{name}": value for name, value in cluster.options.items()}
-    for name, value in {**options, "partition": cluster.partition, "account": cluster.account}.items():
+    for name, value in cluster.options.items():
         if re.search(_CUT_BY_SBATCH, value):
             raise SpecInvalid(
-                f"expected cluster.{name} without blanks, quotes, backslashes and '#', at which sbatch cuts a script's "
+                f"expected cluster.options.{name} without blanks, quotes, backslashes and '#', at which sbatch cuts a script's "
                 f"options, found {value!r}: write it without them"
             )
     if taken := sorted(_OURS & set(cluster.options)):

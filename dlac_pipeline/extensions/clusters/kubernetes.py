@@ -165,8 +165,6 @@ def documents(request: Request, near: Sequence[str] = ()) -> list[Document]:
         "time_limit_s": cluster.time_limit_s or None,
         "retries": cluster.retries,
         "leave_s": leave_s(request),
-        "service_account": cluster.service_account or None,
-        "priority_class": cluster.priority_class or None,
         "image": cluster.image,
         "python": cluster.python,
         "resources": {key: str(value) for key, value in resources.items() if value},

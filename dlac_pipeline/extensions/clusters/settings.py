@@ -61,28 +61,20 @@ class ClusterSpec(ExtensionSection):
     alone. Preempted jobs and pods are always restarted."""
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables of the nodes. launch.env has those of the ranks."""
-    partition: str = ""
-    """Slurm: partition."""
-    account: str = ""
-    """Slurm: account to charge."""
     options: dict[str, str] = Field(default_factory=dict)
-    """Slurm: further options of sbatch by their long names, e.g. {constraint = "h100"}. An option without a value has an empty
-    one, e.g. {exclusive = ""}."""
+    """Slurm: further options of sbatch by their long names, e.g. {partition = "h100", account = "lm"}. An option without a value
+    has an empty one, e.g. {exclusive = ""}."""
     kind: Literal["jobset", "trainjob"] = "jobset"
     """Kubernetes: "jobset": a JobSet. "trainjob": a TrainJob of Kubeflow Trainer with the same pods."""
     queue: str = ""
     """Kubernetes: local queue of Kueue."""
     namespace: str = ""
     """Kubernetes: namespace. Empty: default."""
-    service_account: str = ""
-    """Kubernetes: service account of the pods."""
-    priority_class: str = ""
-    """Kubernetes: priority class of the job."""
     mounts: list[MountSpec] = Field(default_factory=list)
     """Kubernetes: volumes that pods mount."""
     pod: dict[str, Any] = Field(default_factory=dict)
-    """Kubernetes: settings that are merged into each pod, in the words of Kubernetes (spec.nodeSelector, spec.tolerations ...). A
-    container named "node" is merged into the container of the node."""
+    """Kubernetes: settings that are merged into each pod, in the words of Kubernetes (spec.serviceAccountName, spec.tolerations
+    ...). A container named "node" is merged into the container of the node."""
 
     @field_validator("env", "options")
     @classmethod

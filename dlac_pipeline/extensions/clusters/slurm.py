@@ -61,8 +61,6 @@ class Slurm:
         launch, cluster = request.spec.launch, request.spec.section(ClusterSpec)
         limit_s = cluster.time_limit_s
         options = {
-            "partition": cluster.partition,
-            "account": cluster.account,
             "gpus-per-node": cluster.gpu,
             "mem": cluster.memory_mb,
             "nodelist": ",".join(near),
@@ -88,7 +86,7 @@ class Slurm:
     def submit(self, request: Request, near: Sequence[str]) -> str:
         """Submit the job and return its id. It gets any nodes where Slurm refuses it on the idle ones of `near`."""
         cluster, most = request.spec.section(ClusterSpec), request.spec.launch.max_nodes
-        idle = [] if _PLACES & set(cluster.options) else _idle(near, cluster.partition)[:most]
+        idle = [] if _PLACES & set(cluster.options) else _idle(near, cluster.options.get("partition", ""))[:most]
         try:
             output = _answer("sbatch", "--parsable", script=self.render(request, idle))
         except ConnectionError as err:

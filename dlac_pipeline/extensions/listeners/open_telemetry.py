@@ -17,6 +17,8 @@ from dlac_pipeline.extensions.listeners import events
 from dlac_pipeline.spec.job_spec import JobSpec
 
 _SCOPE = "dlac"
+_EXPORT_EVERY_MS = "10000"
+"""Milliseconds between two exports of gauges. OpenTelemetry's own default is a minute, longer than many recoveries."""
 _UNITS = {"step": "{step}", "loss_step": "{step}", "loss": "1", "rows_at_risk": "{row}"}
 _UNITS |= {"rows_per_s": "{row}/s", "tokens_per_s": "{token}/s"}
 
@@ -24,13 +26,13 @@ _UNITS |= {"rows_per_s": "{row}/s", "tokens_per_s": "{token}/s"}
 class OpenTelemetryListener:
     """Exporter of spans and gauges."""
 
-    def __init__(self, spec: JobSpec, *, export_every_s: float) -> None:
+    def __init__(self, spec: JobSpec) -> None:
         os.environ.setdefault("OTEL_SERVICE_NAME", "dlac")
+        os.environ.setdefault("OTEL_METRIC_EXPORT_INTERVAL", _EXPORT_EVERY_MS)
         resource = Resource.create({"dlac.run": spec.run})
         self._traces = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._traces.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
-        every_ms = export_every_s * 1000
-        reader = PeriodicExportingMetricReader(OTLPMetricExporter(), export_interval_millis=every_ms)
+        reader = PeriodicExportingMetricReader(OTLPMetricExporter())
         self._metrics = MeterProvider(metric_readers=[reader], resource=resource, shutdown_on_exit=False)
         self._tracer = self._traces.get_tracer(_SCOPE)
         meter = self._metrics.get_meter(_SCOPE)

@@ -46,10 +46,7 @@ class WandbSpec(Section):
 
 
 class OpenTelemetrySpec(Section):
-    """OpenTelemetry. Its exporters read OTEL_EXPORTER_OTLP_ENDPOINT, OTEL_EXPORTER_OTLP_HEADERS and OTEL_RESOURCE_ATTRIBUTES."""
-
-    export_every_s: float = Field(default=10.0, ge=0.1, le=86_400)
-    """Seconds between two exports of gauges."""
+    """OpenTelemetry. Its exporters read OTEL_EXPORTER_OTLP_ENDPOINT, OTEL_METRIC_EXPORT_INTERVAL and more."""
 
 
 class PrometheusSpec(Section):

@@ -5,11 +5,16 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from dlac_pipeline.spec.launch_spec import LaunchSpec
 from dlac_pipeline.supervise.liveness.heartbeat import RankHeartbeat
 
 _PER_STEP = {"reading": "reading_us", "computing": "computing_us"}
 _EACH_TIME = {"checkpoint": "checkpoint_us", "loading": "loading_us"}
+_FACTOR = 2.0
+"""A straggler takes more than this many times the median of the other ranks. Reports stop nothing, so the rule is a constant."""
+_LEAST_S = 1.0
+"""Seconds (per step) that a straggler takes longer at least. Less is noise of short steps."""
+_STEPS = 5
+"""Steps in a row over which reading and computing are compared."""
 _ALIKE = 2
 """Parts of checkpoints are compared with parts that have at least their size divided by this number."""
 
@@ -38,15 +43,14 @@ class Straggler:
 class Stragglers:
     """Stragglers of one attempt. A slow rank is reported once, until it is as fast as the rest again."""
 
-    def __init__(self, launch: LaunchSpec) -> None:
-        self._launch = launch
+    def __init__(self) -> None:
         self._window: Sequence[RankHeartbeat] | None = None
         self._seen: dict[str, Sequence[int]] = {}
         self._reported: set[tuple[int, str]] = set()
 
     def observe(self, heartbeats: Sequence[RankHeartbeat]) -> list[Straggler]:
         """Return the ranks that are slow now and were not reported yet, from these heartbeats by rank."""
-        if not self._launch.straggler_factor or len(heartbeats) < 2:
+        if len(heartbeats) < 2:
             return []
         return [*self._by_steps(heartbeats), *self._each_time(heartbeats)]
 
@@ -61,7 +65,7 @@ class Stragglers:
         if any(now.spent.computing_us < then.spent.computing_us for now, then in pairs):  # a process was replaced
             self._window = heartbeats
             return []
-        if min(steps) < self._launch.straggler_steps:
+        if min(steps) < _STEPS:
             return []
         self._window = heartbeats
         found = []
@@ -94,7 +98,7 @@ class Stragglers:
             similar = [each for each in own_s if not sizes or sizes[each] * _ALIKE >= sizes[rank]]
             peers = [own_s[each] for each in similar if each != rank]
             others = median(peers) if peers else mine
-            slow = mine > self._launch.straggler_factor * others and mine - others >= self._launch.straggler_s
+            slow = mine > _FACTOR * others and mine - others >= _LEAST_S
             if slow and (rank, phase) not in self._reported:
                 step = heartbeats[rank].step
                 found.append(Straggler(rank=rank, phase=phase, step=step, own_s=mine, median_s=others))
