@@ -38,7 +38,7 @@ def main() -> None:
         lakehouse.create_namespace("src")
         table = make_sequences(_BATCH * steps)
         lakehouse.catalog.create_table("src.tokens", table.schema).append(table)
-        os.environ["WANDB_DIR"] = folder
+        os.environ |= {"WANDB_DIR": folder, "WANDB_MODE": "offline"}
         kinds = ("listened", "plain", "again")
         steps_of: list[dict[str, list[float]]] = []
         for pair in range(pairs):
@@ -79,7 +79,7 @@ def _step_seconds(home: Path, kind: str, pair: int) -> list[float]:
     out = home / f"{kind}-{pair}.json"
     listeners = {
         "mlflow": {"tracking_uri": f"sqlite:///{home}/mlflow.db", "experiment": "benchmark"},
-        "wandb": {"project": "benchmark", "mode": "offline"},
+        "wandb": {"project": "benchmark"},
         "prometheus": {"port": 9464},
     }
     spec = parse_spec(

@@ -62,7 +62,6 @@ def spec_with(name: str, folder: Path) -> JobSpec:
         "mlflow": {"tracking_uri": (folder / "mlruns").as_uri()},
         "prometheus": {"port": own_port()},
         "records": {"path": str(folder / "events.jsonl")},
-        "wandb": {"mode": "offline"},
     }
     return parse_spec({**GOOD, "listeners": {name: options.get(name, {})}}, origin="the test")
 
@@ -73,6 +72,7 @@ def test_listener_takes_events(name: str, tmp_path: Path, monkeypatch: pytest.Mo
     """Each listener is made by its name from the options of its table, takes an attempt's events, and closes."""
     monkeypatch.syspath_prepend(str(install_strangers(tmp_path)))
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     spec = spec_with(name, tmp_path)
     settings = spec.section(ListenersSpec)

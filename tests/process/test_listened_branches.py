@@ -175,8 +175,9 @@ def test_launch_reports_unheard_move(arena: Arena, tmp_path: Path, cause: str) -
     arena.monkeypatch.setenv("PYTHONPATH", str(install_strangers(tmp_path)))
     arena.monkeypatch.syspath_prepend(tmp_path)
     arena.monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    arena.monkeypatch.setenv("WANDB_MODE", "offline")
     arena.table()
-    chosen = {"wandb": {"mode": "offline"}, "records": {"path": str(tmp_path / "events.jsonl")}, "end_s": 60}
+    chosen = {"wandb": {}, "records": {"path": str(tmp_path / "events.jsonl")}, "end_s": 60}
     plain = arena.spec("r", world_size=1, passes=1)
     spec = plain.model_copy(update={"listeners": ListenersSpec.model_validate(chosen)})
     arena.train(spec, until=45)

@@ -68,13 +68,12 @@ def listened(campaign: Arena, strangers: None, tmp_path_factory: pytest.TempPath
     chosen = {
         "openlineage": {"namespace": "training"},
         "mlflow": {"tracking_uri": (folder / "mlruns").as_uri(), "experiment": "tests"},
-        "wandb": {"project": "tests", "mode": "offline"},
+        "wandb": {"project": "tests"},
         "opentelemetry": {},
         "records": {"path": str(folder / "events.jsonl")},
         "raises": {},
         "slow": {},
         "hangs": {},
-        "queue_events": 2,
         "end_s": 10,
     }
     with pytest.MonkeyPatch.context() as monkeypatch, running_receiver() as receiver:
@@ -82,6 +81,7 @@ def listened(campaign: Arena, strangers: None, tmp_path_factory: pytest.TempPath
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.url)
         monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "1000")
         monkeypatch.setenv("WANDB_DIR", str(folder))
+        monkeypatch.setenv("WANDB_MODE", "offline")
         monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
         spec = with_listeners(campaign.spec("listened", pause_s=0.04), **chosen)
         launch = campaign.launch(spec, launched_by=DAGSTER_RUN)
@@ -100,7 +100,6 @@ def test_listeners_change_no_loss(listened: Listened) -> None:
     log = launch.stderr
     assert log.count("RuntimeError: no room") == 1
     assert re.search(r"'raises' ended: [1-9]\d* errors, ", log)
-    assert re.search(r"'slow' ended: 0 errors, [1-9]\d* progress events dropped, 0 events left", log)
     assert re.search(r"'hangs' did not end in time: 0 errors, .*, [1-9]\d* events left", log)
 
 

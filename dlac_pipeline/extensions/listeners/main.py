@@ -24,6 +24,8 @@ from dlac_pipeline.lakehouse.errors import BadInput
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
 
 _log = logging.getLogger("dlac_pipeline.listeners")
+_MOST_WAITING = 1000
+"""Events that wait for a slow listener: minutes of progress. With more, the oldest progress events are dropped."""
 _POLL_S = 0.5
 """Seconds between two reads of the heartbeats."""
 
@@ -110,7 +112,7 @@ def main() -> int:
     translator = EventTranslator(spec, parent_run=head["launched_by"])
     settings = spec.section(ListenersSpec)
     subscriptions = [
-        Subscription(name, partial(make_listener, name, options, spec), most_waiting=settings.queue_events)
+        Subscription(name, partial(make_listener, name, options, spec), most_waiting=_MOST_WAITING)
         for name, options in settings.chosen().items()
         if not (head["is_command"] and name in ENDPOINTS)
     ]

@@ -3,7 +3,7 @@
 No option is a secret. Each library reads its own environment variables, so that copies of the spec contain no credentials.
 """
 
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
@@ -35,14 +35,10 @@ class MLflowSpec(Section):
 
 
 class WandbSpec(Section):
-    """Weights & Biases. Its client reads WANDB_API_KEY, WANDB_BASE_URL and WANDB_DIR."""
+    """Weights & Biases. Its client reads WANDB_API_KEY, WANDB_BASE_URL, WANDB_DIR, WANDB_ENTITY and WANDB_MODE."""
 
     project: str = Field(default="dlac", min_length=1)
     """Project of the run."""
-    entity: str = ""
-    """User or team. Empty: WANDB_ENTITY, or the user of the key."""
-    mode: Literal["", "online", "offline"] = ""
-    """"offline": write files only, for `wandb sync`. Empty: WANDB_MODE, or online."""
 
 
 class OpenTelemetrySpec(Section):
@@ -76,8 +72,6 @@ class ListenersSpec(ExtensionSection):
     other: dict[str, Any] = Field(default_factory=dict)
     """Listeners of other distributions by their names in the entry point group dlac.listeners, with a table of options each.
     [listeners.NAME] is short for [listeners.other.NAME]."""
-    queue_events: int = Field(default=1000, ge=1, le=1_000_000)
-    """Events that wait for a slow listener. With more, the oldest progress events are dropped. Others are kept."""
     end_s: Wait = 5.0
     """Seconds that the end of a launch waits for listeners."""
 

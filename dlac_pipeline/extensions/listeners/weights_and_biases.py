@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Mapping
-from typing import Literal
 
 import wandb
 
@@ -21,9 +20,9 @@ from dlac_pipeline.spec.job_spec import JobSpec
 class WandbListener(Tracker):
     """Writer of a run of W&B for each branch, whose id is a digest of the ledger, the run and the branch."""
 
-    def __init__(self, spec: JobSpec, *, project: str, entity: str, mode: Literal["", "online", "offline"]) -> None:
+    def __init__(self, spec: JobSpec, *, project: str) -> None:
         super().__init__(spec)
-        self._project, self._entity, self._mode = project, entity, mode
+        self._project = project
         self._run: wandb.Run | None = None
         self._exit_code = 1
 
@@ -76,8 +75,6 @@ class WandbListener(Tracker):
         self.close()
         self._run = run = wandb.init(
             project=self._project,
-            entity=self._entity or None,
-            mode=self._mode or None,
             name=branch_name(self._spec.run, branch),
             group=self._spec.run,
             id=run_id,
