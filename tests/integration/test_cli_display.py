@@ -174,7 +174,7 @@ def test_watch_waits_for_starting_run(arena: Arena) -> None:
         (("recover", "r"), "NoSuchJobSpec"),
         (("checkpoint", "verify", "nope"), "NoSuchRun"),
         (("checkpoint", "export", "nope", "out.safetensors"), "NoSuchRun"),
-        (("name", "nope", "best"), "NoSuchRun"),
+        (("checkpoint", "tag", "nope", "best"), "NoSuchRun"),
         (("checkpoint", "untag", "nope", "best"), "NoSuchRun"),
         (("rewind", "nope", "--to-step", "7"), "NoSuchRun"),
         (("checkpoint", "retire", "nope"), "NoSuchRun"),
@@ -184,9 +184,7 @@ def test_watch_waits_for_starting_run(arena: Arena) -> None:
 )
 def test_what_is_missing_is_named(runs_of_one: Arena, here: Command, arguments: tuple[str, ...], kind: str) -> None:
     """A run, a checkpoint of a run, and its job spec are three things; each has its error."""
-    more = (
-        ("--spec", str(runs_of_one.home / "r.yaml")) if arguments[0] == "export" and kind == "NoSuchCheckpoint" else ()
-    )
+    more = ("--spec", str(runs_of_one.home / "r.yaml")) if "export" in arguments and kind == "NoSuchCheckpoint" else ()
     done = here(*arguments, *more, home=runs_of_one.home)
     assert done.returncode == 64
     assert f"error: {kind}: expected " in done.stderr
