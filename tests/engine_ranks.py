@@ -36,7 +36,7 @@ def run_ranks(count: int, dump: Path, **request: Any) -> RankResults:
         count,
         str(PROGRAM),
         REQUEST=json.dumps({"dump": str(dump), **request}, default=str),
-        PYTHONPATH=str(PROGRAM.parents[2]),
+        PYTHONPATH=os.pathsep.join([str(PROGRAM.parents[2]), os.environ.get("PYTHONPATH", "")]),
     )
     if not any(results.codes):
         results.state = torch.load(dump, weights_only=False)

@@ -12,8 +12,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from dlac_pipeline.checkpoint.engines.engine import Foreign
 from dlac_pipeline.checkpoint.manifest import FileEntry, Manifest, check_inside, read_manifest, verify_file
-from dlac_pipeline.checkpoint.restore.foreign import Foreign, checkpoint_of_header
+from dlac_pipeline.checkpoint.restore.foreign import checkpoint_of_header
 from dlac_pipeline.checkpoint.stage.copies import Direct
 from dlac_pipeline.checkpoint.stage.durable_writer import DurableWriter
 from dlac_pipeline.checkpoint.store import Tiers, folder_uri, tiers_of

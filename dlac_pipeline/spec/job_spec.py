@@ -23,6 +23,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 from dlac_pipeline.lakehouse.config import LakehouseConfig, checked_address, checked_home
+from dlac_pipeline.lakehouse.doors import Door
 from dlac_pipeline.lakehouse.errors import BadInput, SpecInvalid
 from dlac_pipeline.lakehouse.ledger.run_rows import check_run_name
 from dlac_pipeline.lakehouse.masking import note_secrets
@@ -39,6 +40,10 @@ from dlac_pipeline.spec.sections import (
     section_classes,
 )
 
+ENGINES = Door("dlac.engines", "engine")
+"""Engines of extensions, each a class with the protocol `Engine` of `dlac_pipeline.checkpoint.engines.engine`."""
+PYTORCH_ENGINES = ("dcp", "torch")
+"""Names of the core's own engines for plain PyTorch."""
 _HOME = ".dlac"
 """Name of the folder of an embedded lakehouse."""
 _VARIABLES = ("DLAC_HOME",)
@@ -273,8 +278,11 @@ class CheckpointSpec(spec_problems.Section):
     """Seconds of training between checkpoints. 0: only steps count. With every_steps the earlier one counts."""
     recovery_point_s: float = Field(default=0.0, ge=0, le=spec_problems.LONGEST_S)
     """For "auto": seconds of work that a failure may cost, if checkpoints are fast enough. 0: no bound."""
-    engine: Literal["auto", "torch", "dcp", "deepspeed"] = "auto"
-    """Adapter that saves and loads the state. "auto": chosen by the state that the script restores."""
+    mtbf_s: float = Field(default=86_400.0, gt=0, le=spec_problems.LONGEST_S)
+    """For "auto": mean time between failures in seconds, until this run has failed."""
+    engine: str = "auto"
+    """Adapter that saves and loads the state: "torch", "dcp", "deepspeed", or one that another distribution has as an entry point
+    of dlac.engines. "auto": chosen by the state that the script restores."""
     mode: Literal["synchronous", "asynchronous"] = "synchronous"
     """"synchronous": training waits for the commit. "asynchronous": it waits only for the copy of the state."""
     memory: str = "/dev/shm" if sys.platform == "linux" else ""
@@ -291,6 +299,17 @@ class CheckpointSpec(spec_problems.Section):
     """Also keep the first checkpoint at or after each multiple of this many steps. 0: none."""
     keep_steps: list[Annotated[int, Field(ge=0, le=spec_problems.MOST_STEPS)]] = Field(default_factory=list)
     """Steps whose checkpoints are also kept."""
+
+    @field_validator("engine")
+    @classmethod
+    def _is_installed(cls, engine: str) -> str:
+        own = ("auto", *PYTORCH_ENGINES)
+        try:
+            if engine not in own:
+                ENGINES.find(engine, setting="engine", others=own)
+        except BadInput as err:
+            raise ValueError(str(err)) from err
+        return engine
 
     @field_validator("memory")
     @classmethod

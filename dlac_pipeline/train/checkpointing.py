@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dlac_pipeline.checkpoint.data_parallel import check_layout, check_weights_agree
-from dlac_pipeline.checkpoint.engines import Engine, TrainerFiles, adapt, skip_shared_memory_op
+from dlac_pipeline.checkpoint.engines import Engine, TrainerFiles, adapt, prepare_engines
 from dlac_pipeline.checkpoint.finiteness import FinitenessCheck
 from dlac_pipeline.checkpoint.manager import Committed
 from dlac_pipeline.checkpoint.rng import seed_rng
@@ -28,7 +28,7 @@ from dlac_pipeline.train.spike_check import SpikeCheck
 def prepare_process(spec: JobSpec) -> None:
     """Seed the random generators equally on all ranks, so that models are initialized equally, before anything is loaded."""
     seed_rng(spec.order.seed, 0, 0)
-    skip_shared_memory_op()
+    prepare_engines()
 
 
 class Checkpointing:

@@ -1,6 +1,6 @@
 """The state that a rank resumes from: loaded into the script's engine from a checkpoint, or from memory, with the generators."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,7 +83,7 @@ def load_state(
     """
     if memory is None:
         return load_checkpoint(engine, point, spec, tree, restores=restores)
-    with _losing(memory.state, loads=True):
+    with _losing(memory.state, loads=engine):
         spent = load_checkpoint(engine, point, spec, tree, restores=restores)
     with _losing(memory.state):
         with failing_together(tree, doing="checking the state from memory"):
@@ -99,15 +99,16 @@ def load_state(
 
 
 @contextmanager
-def _losing(state: MemoryState, *, loads: bool = False) -> Iterator[None]:
+def _losing(state: MemoryState, *, loads: Engine | None = None) -> Iterator[None]:
     """Turn a failure into `MemoryStateLost`, and remove the states of that attempt.
 
-    They stay if another rank was lost, or if a state that `loads` is whole: it does not fit the script, which may be corrected.
+    They stay if another rank was lost, or if a state that an engine `loads` is whole: it does not fit the script, which may be
+    corrected.
     """
     try:
         yield
     except Exception as err:
-        if describe_exception(err)["origin"] in ("peer", "passing") or (loads and _is_whole(state)):
+        if describe_exception(err)["origin"] in ("peer", "passing") or (loads is not None and _is_whole(state, loads)):
             raise
         remove_state(state)
         raise MemoryStateLost(
@@ -115,11 +116,12 @@ def _losing(state: MemoryState, *, loads: bool = False) -> Iterator[None]:
         ) from err
 
 
-def _is_whole(state: MemoryState) -> bool:
-    """Return whether a state is unchanged, and PyTorch can read its files."""
+def _is_whole(state: MemoryState, engine: Engine) -> bool:
+    """Return whether a state is what it was, and PyTorch can read its files. A user's own adapter may name no classes."""
     try:
+        classes: Sequence[type] = getattr(engine, "safe_classes", tuple)()
         for path in sorted(state.folder.glob("**/*.pt")):
-            load_tensors(path)
+            load_tensors(path, classes)
     except Exception:  # whatever damage makes of a file
         return False
     return check_unchanged(state)

@@ -45,8 +45,8 @@ from tests.integration.test_cli import dlac as dlac_command
 SAVE_DEEPSPEED = """
 import sys
 import deepspeed, torch
-from dlac_pipeline.checkpoint.engines import skip_shared_memory_op
-skip_shared_memory_op()
+from dlac_pipeline.checkpoint.engines import prepare_engines
+prepare_engines()
 torch.manual_seed(7)
 deepspeed.init_distributed("gloo")
 model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.1), torch.nn.Linear(8, 1))

@@ -209,11 +209,11 @@ from pathlib import Path
 import deepspeed
 import torch
 import torch.distributed as dist
-from dlac_pipeline.checkpoint.engines import adapt, skip_shared_memory_op
+from dlac_pipeline.checkpoint.engines import adapt, prepare_engines
 from dlac_pipeline.checkpoint.stage.copies import Direct
 
 dist.init_process_group("gloo")
-skip_shared_memory_op()
+prepare_engines()
 rank, folder = dist.get_rank(), Path(sys.argv[1])
 models = [torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)) for _ in range(2)]
 config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}

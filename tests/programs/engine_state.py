@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from dlac_pipeline.checkpoint.collectives import RankTree
-from dlac_pipeline.checkpoint.engines import TorchState, adapt, skip_shared_memory_op
+from dlac_pipeline.checkpoint.engines import TorchState, adapt, prepare_engines
 from dlac_pipeline.checkpoint.engines.engine import Engine
 from dlac_pipeline.checkpoint.restore.conversion import load_state
 from dlac_pipeline.checkpoint.stage.copies import Copies, CopyMemory, Direct
@@ -111,7 +111,7 @@ class TrainedModel:
     def _deepspeed(self) -> Engine:
         import deepspeed
 
-        skip_shared_memory_op()
+        prepare_engines()
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": SAMPLES // dist.get_world_size(),
             "zero_optimization": {"stage": self.stage},
@@ -141,6 +141,8 @@ class TrainedModel:
         self.wrapped = wrapped
         self.optimizer = OPTIMIZERS[self.optimizer_name](self.groups())
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
+        if self.kind == "tiny":
+            return adapt(None, self.kind, model=wrapped, optimizer=self.optimizer, scheduler=self.scheduler)
         if self.kind == "torch":
             return TorchState(model=wrapped, optimizer=self.optimizer, scheduler=self.scheduler)
         from dlac_pipeline.checkpoint.engines.distributed_state import DistributedState

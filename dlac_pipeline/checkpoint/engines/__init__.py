@@ -1,9 +1,12 @@
 """Engine adapters: model, optimizer and schedule, into a checkpoint's folder and back.
 
 An adapter saves what its rank owns, and loads from verified folders only. Durability and commit belong to the manager.
+Those of PyTorch are here. Others enter through the door `dlac.engines`.
 """
 
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from torch.nn import Module
@@ -11,14 +14,28 @@ from torch.nn import Module
 from dlac_pipeline.checkpoint.engines.engine import Engine
 from dlac_pipeline.checkpoint.engines.torch_state import TorchState
 from dlac_pipeline.checkpoint.engines.trainer_files import TrainerFiles
-from dlac_pipeline.extensions.deepspeed.deepspeed_state import DeepSpeedState, skip_shared_memory_op
-from dlac_pipeline.lakehouse.errors import ScriptInvalid, SpecInvalid
+from dlac_pipeline.lakehouse.errors import BadInput, ScriptInvalid, SpecInvalid
+from dlac_pipeline.spec.job_spec import ENGINES
 
-__all__ = ["Engine", "TorchState", "TrainerFiles", "adapt", "skip_shared_memory_op"]
+__all__ = [
+    "Engine",
+    "TorchState",
+    "TrainerFiles",
+    "adapt",
+    "engine_named",
+    "installed_engines",
+    "prepare_engines",
+]
+
+_OF_EXTENSIONS = frozenset(ENGINES.points())
+"""Names of the engines of extensions. They are read once, in the process from which ranks are forked."""
 
 
 def adapt(engine: Any, wanted: str = "auto", **parts: Any) -> Engine:
-    """Return the adapter for what a training script holds: a DeepSpeed engine, an adapter, or parts for which `wanted` names one.
+    """Return the adapter for what a training script holds: an engine of a library, an adapter, or parts.
+
+    An object of the package `deepspeed` has the adapter of this name, and so have other packages. `wanted` names the adapter
+    of parts.
 
     Raise `ScriptInvalid` if it cannot be saved, `SpecInvalid` if the job spec's `checkpoint.engine` is another one.
     """
@@ -29,7 +46,7 @@ def adapt(engine: Any, wanted: str = "auto", **parts: Any) -> Engine:
         )
     if engine is None:
         return _made_for(parts, wanted)
-    adapter: Engine = DeepSpeedState(engine) if type(engine).__module__.startswith("deepspeed.") else engine
+    adapter = _adapter_of(engine)
     if not hasattr(adapter, "step_applied"):
         raise ScriptInvalid(
             f"expected a DeepSpeed engine or an adapter in run.restore(engine), found {type(engine).__name__!r}: wrap it, as in "
@@ -44,18 +61,49 @@ def adapt(engine: Any, wanted: str = "auto", **parts: Any) -> Engine:
     return adapter
 
 
-def _made_for(parts: dict[str, Any], wanted: str) -> Engine:
-    model = parts.get("model")
-    if wanted == "deepspeed" or not parts:
-        raise SpecInvalid(
-            f"expected a DeepSpeed engine in run.restore(engine), or parts such as model=model and optimizer=optimizer, "
-            f"found {sorted(parts)!r}, with checkpoint.engine = {wanted!r}"
-        )
-    if wanted == "dcp" or (wanted == "auto" and isinstance(model, Module) and _is_sharded(model)):
+def engine_named(name: str, *, setting: str = "the manifest's engine") -> type[Engine]:
+    """Return the engine of a name. Raise `BadInput` as `Door.load` if none is installed that has it."""
+    own: dict[str, type[Engine]] = {TorchState.name: TorchState, TrainerFiles.name: TrainerFiles}
+    if name == "dcp":
         from dlac_pipeline.checkpoint.engines.distributed_state import DistributedState  # imports DCP: a second
 
-        return DistributedState(**parts)
-    return TorchState(**parts)
+        return DistributedState
+    found: type[Engine] = own.get(name) or ENGINES.load(name, setting=setting, others=("dcp", *own))
+    return found
+
+
+def installed_engines() -> Iterator[type[Engine]]:
+    """Yield the engines of extensions whose packages are installed."""
+    for name in ENGINES.points():
+        with suppress(BadInput):
+            yield engine_named(name)
+
+
+def prepare_engines() -> None:
+    """Prepare this process for each engine of an extension whose library the script has imported."""
+    for name in _OF_EXTENSIONS & sys.modules.keys():
+        engine_named(name).prepare_process()
+
+
+def _adapter_of(engine: Any) -> Engine:
+    """Return the adapter of an object. The objects of a library's package have the adapter of its name."""
+    package = type(engine).__module__.partition(".")[0]
+    found: Engine = engine
+    if not hasattr(type(engine), "step_applied") and package in ENGINES.points():
+        found = engine_named(package)(engine)  # type: ignore[call-arg]  # as the protocol documents
+    return found
+
+
+def _made_for(parts: dict[str, Any], wanted: str) -> Engine:
+    model = parts.get("model")
+    if not parts:
+        raise SpecInvalid(
+            "expected a DeepSpeed engine in run.restore(engine), or parts such as model=model and optimizer=optimizer, "
+            f"found {sorted(parts)!r}, with checkpoint.engine = {wanted!r}"
+        )
+    if wanted == "auto":
+        wanted = "dcp" if isinstance(model, Module) and _is_sharded(model) else "torch"
+    return engine_named(wanted, setting="checkpoint.engine")(**parts)
 
 
 def _is_sharded(model: Module) -> bool:

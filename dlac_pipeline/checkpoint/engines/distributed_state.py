@@ -16,11 +16,17 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from dlac_pipeline.checkpoint.engines.engine import Engine
+from dlac_pipeline.checkpoint.engines.engine import Engine, Weights
 from dlac_pipeline.checkpoint.engines.model_names import with_versions
 from dlac_pipeline.checkpoint.engines.optimizer_states import OptimizerStates
 from dlac_pipeline.checkpoint.engines.rank_buffers import load_buffers, save_buffers
-from dlac_pipeline.checkpoint.engines.shards import PlainLoadPlanner, PlainSavePlanner, ShardReader, ShardWriter
+from dlac_pipeline.checkpoint.engines.shards import (
+    PlainLoadPlanner,
+    PlainSavePlanner,
+    ShardReader,
+    ShardWriter,
+    whole_tensors,
+)
 from dlac_pipeline.checkpoint.engines.torch_state import TorchState
 from dlac_pipeline.checkpoint.stage.copies import Write
 from dlac_pipeline.lakehouse.errors import CheckpointError, DlacError
@@ -78,6 +84,29 @@ class DistributedState(Engine):
             parts = TorchState.parts_in(folder)
             rest = TorchState(**{name: part for name, part in rest.modules().items() if name in parts})
         rest.load(folder, saved_world_size=saved_world_size)
+
+    @classmethod
+    def weights_in(cls, folder: Path, part: str) -> Weights:
+        """Return the tensors of a part, put together. Raise `CheckpointError` if it does not exist."""
+        found = whole_tensors(folder, part)
+        if not found:
+            raise CheckpointError(
+                f"expected a part named {part!r} in the checkpoint, found none: its weights are 'model'"
+            )
+        return found
+
+    @classmethod
+    def optimizer_in(cls, folder: Path, model: Weights, scratch: Path) -> Weights:
+        """Return the optimizer's tensors, put together. Raise `CheckpointError` for values that are no tensors."""
+        # The script has the optimizer's settings.
+        names = ShardReader(folder).index["values"]
+        values = [name for name in names if not name.startswith("optimizer.param_groups.")]
+        if values:
+            raise CheckpointError(
+                f"expected tensors only in the state of model and optimizer, found {len(values)} plain values, such as "
+                f"{values[0]!r}, which safetensors cannot contain: export its weights with dlac export"
+            )
+        return whole_tensors(folder, "optimizer")
 
     def modules(self) -> Mapping[str, Any]:
         """Return the sharded model and the other parts."""

@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from dlac_pipeline.checkpoint.engines.engine import Engine
+from dlac_pipeline.checkpoint.engines.engine import Engine, Weights
 from dlac_pipeline.checkpoint.engines.exact_load import load_exactly
 from dlac_pipeline.checkpoint.engines.model_names import bare_names, with_versions
 from dlac_pipeline.checkpoint.engines.rank_buffers import load_buffers, save_buffers
 from dlac_pipeline.checkpoint.engines.safe_load import load_tensors, plain_state
 from dlac_pipeline.checkpoint.stage.copies import Write
-from dlac_pipeline.lakehouse.errors import SpecInvalid
+from dlac_pipeline.lakehouse.errors import CheckpointError, SpecInvalid
 
 _LOADING = ("load_state_dict", "_load_from_state_dict", "set_extra_state")
 """Methods of a module that load its state."""
@@ -73,6 +73,14 @@ class TorchState(Engine):
             wrapped = _wrapped_state(part, state[name])
             part.load_state_dict(wrapped if _only_copies(part) else copy.deepcopy(wrapped))
         load_buffers(folder, self._parts, saved_world_size=saved_world_size)
+
+    @classmethod
+    def weights_in(cls, folder: Path, part: str) -> Weights:
+        """Return the tensors of a saved part. Raise `CheckpointError` if it does not exist."""
+        parts = cls.parts_in(folder)
+        if part not in parts:
+            raise CheckpointError(f"expected a part named {part!r} in the checkpoint, found {sorted(parts)!r}")
+        return {name: value for name, value in parts[part].items() if isinstance(value, torch.Tensor)}
 
     @classmethod
     def write_parts(cls, folder: Path, write: Write, states: dict[str, Any]) -> None:

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+from dlac_pipeline.checkpoint.engines.engine import Weights
 from dlac_pipeline.checkpoint.engines.shards import sharding_info, tensor_file
-from dlac_pipeline.checkpoint.engines.weights import WEIGHTS_FILE, WEIGHTS_INDEX, Weights, state_of, weights_of
+from dlac_pipeline.checkpoint.engines.weights import WEIGHTS_FILE, WEIGHTS_INDEX, state_of, weights_of
 from dlac_pipeline.checkpoint.restore.verified_copy import Restored, restore
 from dlac_pipeline.checkpoint.stage.streamed_file import DTYPES, TensorFile, Written, write_state
 from dlac_pipeline.checkpoint.store import Tiers, storing

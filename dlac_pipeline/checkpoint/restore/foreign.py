@@ -3,9 +3,6 @@
 import json
 import math
 import pickle
-import re
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -20,42 +17,28 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from dlac_pipeline.checkpoint.engines import installed_engines
 from dlac_pipeline.checkpoint.engines.distributed_state import DistributedState
-from dlac_pipeline.checkpoint.engines.safe_load import load_tensors, only_tensors
+from dlac_pipeline.checkpoint.engines.engine import Foreign
+from dlac_pipeline.checkpoint.engines.safe_load import only_tensors
 from dlac_pipeline.checkpoint.engines.shards import INDEX, PlainSavePlanner, ShardWriter, box
 from dlac_pipeline.checkpoint.engines.torch_state import TorchState
 from dlac_pipeline.checkpoint.engines.weights import WEIGHTS_FILE, WEIGHTS_INDEX
 from dlac_pipeline.checkpoint.stage.copies import Write
 from dlac_pipeline.checkpoint.store import MANIFEST
-from dlac_pipeline.extensions.deepspeed.deepspeed_state import DeepSpeedState, safe_classes
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 
-_RANK = re.compile(r"zero_pp_rank_(\d+)_")
 _RECORDS = {(_StorageInfo.__module__, _StorageInfo.__name__), ("torch.serialization", "_get_layout")} | {
     (metadatas.__name__, name) for name in (*metadatas.__all__, "_MEM_FORMAT_ENCODING")
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Foreign:
-    """A checkpoint in a folder that is not DLAC's."""
-
-    origin: Path
-    engine: str
-    """Of ours, that loads it."""
-    world_size: int
-    """Ranks that saved it, where that matters."""
-    files: list[Path]
-    """Its files of tensors, if they may be exports of DLAC."""
-    copy: Callable[[Path, Write], None]
-    """Hands its files over, for a checkpoint's folder."""
-
-
 def foreign_checkpoint(folder: Path, *, tag: str | None = None) -> Foreign:
-    """Return the checkpoint of DeepSpeed, DCP or Hugging Face in `folder`. `tag` is DeepSpeed's, by default that of `latest`.
+    """Return the checkpoint of DCP, of Hugging Face or of an installed engine's library in `folder`.
 
-    DCP's tensors are read into memory here, so that a copy refuses nothing. Raise `SpecInvalid` if the folder contains none of
-    them, and `CheckpointUnsafe` if a file contains more than tensors, plain values and a few known classes.
+    `tag` names a folder in it, by default that in the file `latest`, as DeepSpeed does. DCP's tensors are read into memory here,
+    so that a copy refuses nothing. Raise `SpecInvalid` if the folder contains none of them, and `CheckpointUnsafe` if a file
+    contains more than tensors, plain values and a few known classes.
     """
     _check_foreign(folder)
     if (folder / ".metadata").is_file():
@@ -69,33 +52,20 @@ def foreign_checkpoint(folder: Path, *, tag: str | None = None) -> Foreign:
             "with --tag"
         )
     _check_foreign(tagged)
-    files = sorted(tagged.glob("*.pt"))
-    if not list(tagged.glob("*model_states.pt")):
-        for each in [tagged] if tag or tagged.exists() else [folder]:  # `latest` may name a folder that was removed
-            if list(each.glob("*.safetensors")):
-                files = _tensor_files(each)
-                return _of_dcp(each, _read_safetensors(each, files), files)
-        raise SpecInvalid(
-            f"expected a checkpoint of DeepSpeed (<tag>/*model_states.pt), torch.distributed.checkpoint (.metadata) or Hugging "
-            f"Face (*.safetensors) in {str(folder)!r}, found {sorted(path.name for path in folder.glob('*'))[:8]!r}: name its "
-            "folder, and --tag where there is no file `latest`"
-        )
-    for path in files:
-        load_tensors(path, safe_classes(), mmap=True)
-    ranks = [int(found[1]) for path in files if (found := _RANK.search(path.name))]
-    return Foreign(
-        origin=tagged,
-        engine=DeepSpeedState.name,
-        world_size=max(ranks, default=0) + 1,
-        files=[],
-        copy=partial(_copy_deepspeed, files),
+    engines = list(installed_engines())
+    for engine in engines:
+        if (found := engine.foreign(tagged)) is not None:
+            return found
+    for each in [tagged] if tag or tagged.exists() else [folder]:  # `latest` may name a folder that was removed
+        if list(each.glob("*.safetensors")):
+            files = _tensor_files(each)
+            return _of_dcp(each, _read_safetensors(each, files), files)
+    layouts = [each.foreign_layout for each in engines if each.foreign_layout]
+    known = ", ".join([*layouts, "torch.distributed.checkpoint (.metadata)"])
+    raise SpecInvalid(
+        f"expected a checkpoint of {known} or Hugging Face (*.safetensors) in {str(folder)!r}, found "
+        f"{sorted(path.name for path in folder.glob('*'))[:8]!r}: name its folder, and --tag where there is no file `latest`"
     )
-
-
-def _copy_deepspeed(files: list[Path], target: Path, write: Write) -> None:
-    (target / DeepSpeedState.TAG).mkdir()
-    for path in files:
-        write(target / DeepSpeedState.TAG / path.name, load_tensors(path, safe_classes(), mmap=True))
 
 
 def _check_foreign(folder: Path) -> None:

@@ -5,22 +5,30 @@ settings of parameter groups after the first.
 """
 
 import io
+import re
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from dlac_pipeline.checkpoint.engines.engine import Convert
+from dlac_pipeline.checkpoint.engines.engine import Convert, Engine, Foreign, Weights
 from dlac_pipeline.checkpoint.engines.model_names import unwrapped_name
 from dlac_pipeline.checkpoint.engines.rank_buffers import load_buffers, save_buffers
 from dlac_pipeline.checkpoint.engines.safe_load import load_tensors, only_tensors, plain_state
 from dlac_pipeline.checkpoint.stage.copies import Write
-from dlac_pipeline.lakehouse.errors import CheckpointDamaged, CheckpointError, SpecInvalid, WorldSizeUnsupported
+from dlac_pipeline.lakehouse.errors import (
+    BadInput,
+    CheckpointDamaged,
+    CheckpointError,
+    SpecInvalid,
+    WorldSizeUnsupported,
+)
 from dlac_pipeline.lakehouse.store_files import make_below
 
 _INFO = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}}
@@ -29,15 +37,24 @@ _INFO = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}}
 _CONVERTED = frozenset({"step", "exp_avg", "exp_avg_sq"})
 """Parts of an optimizer's state that DeepSpeed converts."""
 
+_RANK = re.compile(r"zero_pp_rank_(\d+)_")
 
-class DeepSpeedState:
+
+class DeepSpeedState(Engine):
     """A DeepSpeed engine (ZeRO 0-3): every rank saves its own shards through DeepSpeed's save path."""
 
     name = "deepspeed"
+    foreign_layout = "DeepSpeed (<tag>/*model_states.pt)"
     TAG = "deepspeed"
     """Name of the folder of DeepSpeed's files in a checkpoint's folder."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any = None, **parts: Any) -> None:
+        """Raise `SpecInvalid` for parts, which the engine has in it."""
+        if engine is None:
+            raise SpecInvalid(
+                f"expected a DeepSpeed engine in run.restore(engine), found the parts {sorted(parts)!r}, with "
+                f"checkpoint.engine = {self.name!r}: pass what deepspeed.initialize returned"
+            )
         self._engine = engine
 
     def save(self, folder: Path, write: Write) -> None:
@@ -89,15 +106,65 @@ class DeepSpeedState:
         """False when DeepSpeed skipped the step because of an overflow."""
         return bool(self._engine.was_step_applied())
 
+    @classmethod
+    def prepare_process(cls) -> None:
+        """Keep DeepSpeed, if the script imported it, from compiling its shared-memory all-reduce at the first start on a CPU.
 
-def skip_shared_memory_op() -> None:
-    """Keep DeepSpeed, if the script imported it, from compiling its shared-memory all-reduce at the first start on a CPU.
+        The build takes half a minute, a stale lock of a killed build hangs every later start, and only inference uses the op.
+        """
+        ops = sys.modules.get("deepspeed.ops")
+        if ops is not None:
+            ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
-    The build takes half a minute, a stale lock of a killed build hangs every later start, and only inference uses the op.
-    """
-    ops = sys.modules.get("deepspeed.ops")
-    if ops is not None:
-        ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    @classmethod
+    def safe_classes(cls) -> list[Any]:
+        """Return the classes that DeepSpeed's files have in them. Raise `BadInput` if DeepSpeed is not installed."""
+        return safe_classes()
+
+    @classmethod
+    def weights_in(cls, folder: Path, part: str) -> Weights:
+        """Return the weights of the only part, in full precision where the optimizer has them so."""
+        files, classes = folder / cls.TAG, safe_classes()
+        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+        whole = files / "mp_rank_00_model_states.pt"  # not at ZeRO 3
+        module: Weights = load_tensors(whole, classes)["module"] if whole.exists() else {}
+        if not list(files.glob("*_optim_states.pt")):
+            return module
+        with only_tensors(files, classes), redirect_stdout(io.StringIO()):
+            full: Weights = get_fp32_state_dict_from_zero_checkpoint(str(folder), tag=cls.TAG)
+        return {**module, **full}  # at ZeRO 1 `full` lacks frozen parameters
+
+    @classmethod
+    def optimizer_in(cls, folder: Path, model: Weights, scratch: Path) -> Weights:
+        """Return the moments, from a conversion. Raise `CheckpointError` at ZeRO 0, which numbers the parameters."""
+        if not list((folder / cls.TAG).glob("*_optim_states.pt")):
+            return super().optimizer_in(folder, model, scratch)
+        to_universal(folder / cls.TAG, scratch / "universal")
+        return moments_in(scratch / "universal", model)
+
+    @classmethod
+    def foreign(cls, folder: Path) -> Foreign | None:
+        """Return what DeepSpeed saved in the folder of a tag, or None. Raise `CheckpointUnsafe` as `load_tensors`."""
+        files = sorted(folder.glob("*.pt"))
+        if not list(folder.glob("*model_states.pt")):
+            return None
+        for path in files:
+            load_tensors(path, safe_classes(), mmap=True)
+        ranks = [int(found[1]) for path in files if (found := _RANK.search(path.name))]
+        return Foreign(
+            origin=folder,
+            engine=cls.name,
+            world_size=max(ranks, default=0) + 1,
+            files=[],
+            copy=partial(cls._copy, files),
+        )
+
+    @classmethod
+    def _copy(cls, files: list[Path], target: Path, write: Write) -> None:
+        (target / cls.TAG).mkdir()
+        for path in files:
+            write(target / cls.TAG / path.name, load_tensors(path, safe_classes(), mmap=True))
 
 
 def _recorder(folder: Path, write: Write) -> Any:
@@ -139,11 +206,15 @@ def _recorder(folder: Path, write: Write) -> Any:
 
 
 def safe_classes() -> list[Any]:
-    """The classes that DeepSpeed's files have in them, none of which does anything when it is made."""
-    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-    from deepspeed.utils.tensor_fragment import fragment_address
-
+    """Return the classes of DeepSpeed's files, none of which does anything when it is made. Raises as its method."""
+    try:
+        from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+        from deepspeed.runtime.zero.config import ZeroStageEnum
+        from deepspeed.utils.tensor_fragment import fragment_address
+    except ImportError as err:
+        raise BadInput(
+            f'expected the package deepspeed to read its files, found {err}: pip install "dlac-pipeline[deepspeed]"'
+        ) from err
     return [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
 
 
