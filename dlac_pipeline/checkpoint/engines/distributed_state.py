@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from dlac_pipeline.checkpoint.engines.engine import Engine, Weights
-from dlac_pipeline.checkpoint.engines.model_names import with_versions
+from dlac_pipeline.checkpoint.engines.exact_load import load_exactly
 from dlac_pipeline.checkpoint.engines.optimizer_states import OptimizerStates
 from dlac_pipeline.checkpoint.engines.rank_buffers import load_buffers, save_buffers
 from dlac_pipeline.checkpoint.engines.shards import (
@@ -76,7 +77,7 @@ class DistributedState(Engine):
         found = state.pop("model")
         if not reader.is_adopted:
             found = {name: value[0] if isinstance(value, tuple) else value for name, value in found.items()}
-        set_model_state_dict(self._model, with_versions({**model, **found}, self._model))
+        load_exactly(self._model, {**model, **found}, set_state=partial(set_model_state_dict, self._model))
         self._optimizers.load(reader, state)
         load_buffers(folder, {"model": self._model}, saved_world_size=saved_world_size)
         rest = self._rest

@@ -1,8 +1,6 @@
 """Names of a model's tensors without what wraps the model: data-parallel wrappers, `torch.compile` and others."""
 
-from collections import OrderedDict
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 from torch.nn import Module
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -28,17 +26,6 @@ def bare_names(model: Module, names: Iterable[str]) -> dict[str, str]:
     )
     places = sorted((f"{name}.{_WRAPPER}" if name else _WRAPPER for name in found), key=len, reverse=True)
     return {name: unwrapped_name(_without(places, name)) for name in names}
-
-
-def with_versions(state: Mapping[str, Any], module: Module) -> dict[str, Any]:
-    """Return a state with the versions that the classes of a module have now. Without one, a class may take it for an old state.
-
-    Only a state with the names of the module itself has kept those of the save.
-    """
-    found, versions = OrderedDict(state), getattr(module.state_dict(), "_metadata", None)
-    if versions is not None:
-        vars(found)["_metadata"] = versions
-    return found
 
 
 def _without(places: list[str], name: str) -> str:

@@ -1,6 +1,5 @@
 """Replicated PyTorch state."""
 
-import copy
 import operator
 import sys
 from collections.abc import Mapping
@@ -14,14 +13,11 @@ from torch.optim import Optimizer
 
 from dlac_pipeline.checkpoint.engines.engine import Engine, Weights
 from dlac_pipeline.checkpoint.engines.exact_load import load_exactly
-from dlac_pipeline.checkpoint.engines.model_names import bare_names, with_versions
+from dlac_pipeline.checkpoint.engines.model_names import bare_names
 from dlac_pipeline.checkpoint.engines.rank_buffers import load_buffers, save_buffers
 from dlac_pipeline.checkpoint.engines.safe_load import load_tensors, plain_state
 from dlac_pipeline.checkpoint.stage.copies import Write
 from dlac_pipeline.lakehouse.errors import CheckpointError, SpecInvalid
-
-_LOADING = ("load_state_dict", "_load_from_state_dict", "set_extra_state")
-"""Methods of a module that load its state."""
 
 
 class TorchState(Engine):
@@ -65,13 +61,12 @@ class TorchState(Engine):
         state = load_tensors(folder / self._FILE, mmap=True)
         for name, groups in state.get(self._GROUPS, {}).items():
             self._add_groups(self._parts.get(name), groups, state[name])
-        dtypes = self._saved_dtypes(state)
+        found = {part: state[part] for part in self._parts if isinstance(state.get(part), Mapping)}
+        saved = {f"{part}.{name}": each for part, values in found.items() for name, each in values.items()}
+        parameters = self._parameters().items()
+        dtypes = {each: saved[name].dtype for name, each in parameters if isinstance(saved.get(name), torch.Tensor)}
         for name, part in self._parts.items():
-            if isinstance(part, Optimizer):
-                load_exactly(part, copy.deepcopy(state[name]), dtypes)
-                continue
-            wrapped = _wrapped_state(part, state[name])
-            part.load_state_dict(wrapped if _only_copies(part) else copy.deepcopy(wrapped))
+            load_exactly(part, state[name], dtypes, is_mapped=True)
         load_buffers(folder, self._parts, saved_world_size=saved_world_size)
 
     @classmethod
@@ -107,13 +102,6 @@ class TorchState(Engine):
             for name, bare in bare_names(modules[part], own).items()
         }
 
-    def _saved_dtypes(self, state: Mapping[str, Any]) -> dict[Parameter, torch.dtype]:
-        """Return the types that the parameters had when they were saved."""
-        found = {part: state[part] for part in self._parts if isinstance(state.get(part), Mapping)}
-        saved = {f"{part}.{name}": each for part, values in found.items() for name, each in values.items()}
-        own = self._parameters().items()
-        return {each: saved[name].dtype for name, each in own if isinstance(saved.get(name), torch.Tensor)}
-
     def _add_groups(self, optimizer: Any, saved: list[list[str]], state: Mapping[str, Any]) -> None:
         """Add the groups that the script adds to an optimizer during training, as when it thaws a layer."""
         parameters = self._parameters()
@@ -121,19 +109,6 @@ class TorchState(Engine):
         for names, group in zip(saved[first:], state["param_groups"][first:], strict=True):
             if parameters.keys() >= set(names):
                 optimizer.add_param_group({**group, "params": [parameters[name] for name in names]})
-
-
-def _only_copies(part: Any) -> bool:
-    """Return whether `load_state_dict` copies tensors into those of a part, and keeps none: that of torch's own modules does."""
-    modules = [*part.modules()] if isinstance(part, Module) else []
-    expected = [getattr(torch.nn.Module, name) for name in _LOADING]
-    return (
-        bool(modules)
-        and not torch.__future__.get_swap_module_params_on_conversion()
-        and all([getattr(type(each), name) for name in _LOADING] == expected for each in modules)
-        and not any(name in vars(each) for each in modules for name in _LOADING)
-        and not any(each._load_state_dict_pre_hooks for each in modules)
-    )
 
 
 def is_sharded(state: Any) -> bool:
@@ -153,14 +128,3 @@ def _bare_state(part: Any) -> Any:
     return (
         state if all(map(operator.eq, names, names.values())) else {names[name]: each for name, each in state.items()}
     )
-
-
-def _wrapped_state(part: Any, state: Any) -> Any:
-    """Return a saved state with the names that a part has now."""
-    if not isinstance(part, Module) or not isinstance(state, dict):
-        return state
-    own = part.state_dict()
-    names = {bare: name for name, bare in bare_names(part, own).items() if bare != name}
-    if not names and hasattr(state, "_metadata") == hasattr(own, "_metadata"):
-        return state
-    return with_versions({names.get(name) or name: each for name, each in state.items()}, part)
