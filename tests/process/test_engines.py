@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from dlac_pipeline import DistributedState, TorchState
-from dlac_pipeline.checkpoint.engines import Engine
+from dlac_pipeline.checkpoint.engines import Engine, adapt
 from dlac_pipeline.checkpoint.rng import load_rng, rng_file
 from dlac_pipeline.checkpoint.stage.copies import Copies, CopyMemory, Direct, Writer
-from dlac_pipeline.lakehouse.errors import CheckpointError, CheckpointUnsafe, FormatTooNew, SpecInvalid
+from dlac_pipeline.lakehouse.errors import CheckpointError, CheckpointUnsafe, FormatTooNew, ScriptInvalid, SpecInvalid
 from tests.engine_ranks import STEPS, Saved, assert_same, run_program, save
 
 pytestmark = pytest.mark.timeout(900)  # each test starts several processes several times
@@ -279,6 +283,34 @@ def test_sharded_part_is_refused(tmp_path: Path) -> None:
     program.write_text(SHARDED_PART)
     ranks = run_program(2, str(program), str(tmp_path))
     assert not any(ranks.codes), ranks.stderr
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Iterator[torch.nn.Module]:
+    """A model that this process alone has sharded, after an evaluation."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+    fully_shard(model)
+    yield model
+    dist.destroy_process_group()
+
+
+def test_evaluated_model_is_sharded_again(tmp_path: Path, sharded: torch.nn.Module) -> None:
+    """After an evaluation FSDP2 leaves whole parameters in the outermost module. They are no reason for another engine."""
+    optimizer = torch.optim.SGD(sharded.parameters(), momentum=0.9)
+    with torch.no_grad():
+        sharded(torch.ones(1, 2))
+    assert not any(isinstance(each, DTensor) for each in sharded.parameters())
+    engine = DistributedState(model=sharded, optimizer=optimizer)
+    with torch.no_grad():
+        sharded(torch.ones(1, 2))
+    assert isinstance(adapt(None, model=sharded, optimizer=optimizer), DistributedState)
+    late = torch.optim.SGD([torch.nn.Parameter(torch.ones(2, 2))])
+    with pytest.raises(ScriptInvalid, match="make the optimizer after fully_shard, before any forward pass"):
+        DistributedState(model=sharded, optimizer=late)
+    (folder := tmp_path / "checkpoint").mkdir()
+    engine.save(folder, Direct().write)
+    engine.load(folder, saved_world_size=1)
 
 
 @pytest.mark.parametrize("kind", ["torch", "dcp"])

@@ -12,7 +12,7 @@ from typing import Any
 from torch.nn import Module
 
 from dlac_pipeline.checkpoint.engines.engine import Engine
-from dlac_pipeline.checkpoint.engines.torch_state import TorchState
+from dlac_pipeline.checkpoint.engines.torch_state import TorchState, reshard
 from dlac_pipeline.checkpoint.engines.trainer_files import TrainerFiles
 from dlac_pipeline.lakehouse.errors import BadInput, ScriptInvalid, SpecInvalid
 from dlac_pipeline.spec.job_spec import ENGINES
@@ -111,4 +111,5 @@ def _is_sharded(model: Module) -> bool:
         return False
     from torch.distributed.tensor import DTensor
 
+    reshard(model)
     return any(isinstance(each, DTensor) for each in model.parameters())

@@ -28,7 +28,7 @@ from dlac_pipeline.checkpoint.engines.shards import (
     ShardWriter,
     whole_tensors,
 )
-from dlac_pipeline.checkpoint.engines.torch_state import TorchState
+from dlac_pipeline.checkpoint.engines.torch_state import TorchState, reshard
 from dlac_pipeline.checkpoint.stage.copies import Write
 from dlac_pipeline.lakehouse.errors import CheckpointError, DlacError
 
@@ -44,6 +44,7 @@ class DistributedState(Engine):
 
     def __init__(self, *, model: Module, optimizer: Optimizer | Sequence[Optimizer] = (), **parts: Any) -> None:
         """Raise `ScriptInvalid` if an optimizer has a parameter that the model does not have."""
+        reshard(model)
         self._model = model
         self._optimizers = OptimizerStates(model, [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer))
         self._optimizers.check()

@@ -145,7 +145,7 @@ class OptimizerStates:
                     raise ScriptInvalid(
                         f"expected parameters of the model in {type(optimizer).__name__}, found one of shape "
                         f"{tuple(parameter.shape)!r} that the model does not have: make the optimizer after fully_shard, "
-                        "and pass model=... with all of its parameters"
+                        "before any forward pass, and pass model=... with all of its parameters"
                     )
                 if parameter in names:
                     raise ScriptInvalid(

@@ -111,6 +111,17 @@ class TorchState(Engine):
                 optimizer.add_param_group({**group, "params": [parameters[name] for name in names]})
 
 
+def reshard(model: Module) -> None:
+    """Let a model that `fully_shard` has sharded have its shards as parameters.
+
+    A forward pass lets the outermost module have whole parameters until the backward pass, which an evaluation leaves out.
+    """
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    for module in model.modules() if fsdp is not None else ():
+        if isinstance(module, fsdp.FSDPModule):
+            module.reshard()
+
+
 def is_sharded(state: Any) -> bool:
     """Return whether a state has a DTensor."""
     if isinstance(state, Mapping | list | tuple):
