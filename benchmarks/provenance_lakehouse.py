@@ -107,7 +107,9 @@ def _write_run(
         columns = {**fork.to_columns(), "seq": 2, "checkpoint_id": previous, "head_after": previous}
         _append(lakehouse, [pa.Table.from_pylist([{**columns, **common}], CONSUMPTION_ARROW)])
     record = {**leg.to_record(), "start_step": start}
-    rows.append(LegRow(seq=seq, checkpoint_id=names[0][0], head_after=names[0][0], step=start, more=record))
+    rows.append(
+        LegRow(seq=seq, checkpoint_id=names[0][0], head_after=names[0][0], step=start, leg_json=json.dumps(record))
+    )
     step_before = start
     for index, (name, step) in enumerate(names):
         rows.append(

@@ -105,7 +105,10 @@ def _write_ledger(lakehouse: Lakehouse, leg: Leg, last: int) -> None:
     """Write a claim, the leg, and a checkpoint after every 300 steps."""
     steps = [*range(_EVERY, last, _EVERY), last]
     names = [f"{_RUN}-{step:09d}-0000" for step in steps]
-    rows: list[LedgerRow] = [ClaimRow(seq=1, host="node"), LegRow(seq=2, checkpoint_id=names[0], more=leg.to_record())]
+    rows: list[LedgerRow] = [
+        ClaimRow(seq=1, host="node"),
+        LegRow(seq=2, checkpoint_id=names[0], leg_json=leg.to_json()),
+    ]
     rows += [
         CheckpointRow(
             seq=2 + index,

@@ -138,7 +138,8 @@ def _table_view(lakehouse: Lakehouse, name: str, snapshot_id: int | None, *, ice
         return f"CREATE OR REPLACE VIEW {name} AS FROM iceberg_scan({location});\n"
     paths = sorted(here(raw_path(each.file_path) or each.file_path) for each in files)
     listed = ",\n    ".join(sql_literals([path]) for path in paths)
+    # a file lacks the columns of which it has no value
     return (
-        f"CREATE OR REPLACE VIEW {name} AS FROM read_parquet([\n    {listed}\n"
+        f"CREATE OR REPLACE VIEW {name} AS {no_rows(name)} UNION ALL BY NAME FROM read_parquet([\n    {listed}\n"
         "], union_by_name = true, hive_partitioning = false);\n"
     )

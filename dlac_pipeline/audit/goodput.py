@@ -28,12 +28,9 @@ def read_attempt_times(connection: duckdb.DuckDBPyConnection, run: str) -> list[
 
 
 def goodput_of_rows(rows: Sequence[LedgerRow], recoveries: Sequence[Recovery]) -> dict[str, float | None] | None:
-    """Return the goodput of the run that has these rows. None also if the JSON of one is damaged."""
+    """Return the goodput of the run that has these rows."""
     with open_rows(rows, recoveries) as connection:
-        try:
-            return read_goodput(connection, rows[0].run)
-        except duckdb.InvalidInputException:
-            return None
+        return read_goodput(connection, rows[0].run)
 
 
 def open_rows(rows: Sequence[LedgerRow], recoveries: Sequence[Recovery]) -> duckdb.DuckDBPyConnection:

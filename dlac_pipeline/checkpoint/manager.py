@@ -144,7 +144,7 @@ class CheckpointManager:
     ) -> Committed:
         """Take a checkpoint of the state after `tracker.step`, and commit it with the rows that were consumed since the last one.
 
-        The one before is settled. The coordinator's `note` goes into the detail of the checkpoint's row. Training waits `since`
+        The one before is settled. The coordinator's `note` goes into the checkpoint's row. Training waits `since`
         this monotonic time.
 
         Raises:

@@ -100,13 +100,12 @@ def fork_run(
 def _make_beginning(parent_run: str, target: CheckpointRow, files: store_files.StoreFiles, tiers: Tiers) -> Beginning:
     """Return the beginning of a run from the parent's checkpoint `target`. `files` reaches the parent's store."""
     manifest = read_manifest(target.manifest_uri, target.manifest_digest, files)
-    parent = {"run": parent_run, "checkpoint_id": target.checkpoint_id, "step": target.step}
     row = ForkRow(parent_run=parent_run, parent_checkpoint=target.checkpoint_id, parent_step=target.step)
     return Beginning(
         engine=manifest.engine,
         world_size=manifest.world_size,
         make=lambda name, folder: _copied(manifest, folder_uri(target.manifest_uri), files, tiers, name, folder),
-        purpose={"purpose": "forks", "origin": parent},
+        purpose={"purpose": "forks", "origin": target.checkpoint_id},
         note={},
         rows=[row],
     )
@@ -208,7 +207,7 @@ def _parents_of(ledger: Ledger, foreign: Foreign) -> list[ForkRow]:
     """Return the checkpoint from which foreign files were exported, by digests or headers. Empty: their origin is unknown."""
     digests = {store_files.file_digest(path) for path in foreign.files}
     named = {checkpoint_of_header(path) for path in foreign.files}
-    columns = ("run", "seq", "kind", "checkpoint_id", "step", "detail")
+    columns = ("run", "seq", "kind", "checkpoint_id", "step", "export")
     rows = ledger.rows_of_runs((CheckpointRow, ExportRow), columns=columns) if foreign.files else {}
     known = [row for each in rows.values() for row in each]
     named |= {row.checkpoint_id for row in known if isinstance(row, ExportRow) and row.digest in digests}

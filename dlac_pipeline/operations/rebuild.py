@@ -49,7 +49,7 @@ from dlac_pipeline.supervise.retry_policy import LOST_AFTER_S
 
 _LEDGER = "consumption"
 _LOST = (errors.NoSuchTable, errors.MetadataLost, errors.LedgerOlderThanStore, errors.TableDamaged)
-_HEAD_NAMES = typed_rows.names_of_kinds(typed_rows.HEAD_KINDS)
+_HEAD_NAMES = [each.kind for each in typed_rows.HEAD_KINDS]
 _NAMED = 5
 """Appends that a message names, at the most."""
 _SAMPLED = 9

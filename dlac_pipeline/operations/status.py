@@ -24,7 +24,7 @@ from dlac_pipeline.supervise.ranks.rank_events import read_ending, read_total_st
 from dlac_pipeline.supervise.retry_policy import LOST_AFTER_S
 
 _KEYS = ("run", "seq", "kind", "attempt", "nonce")
-_COLUMNS = (*_KEYS, "step", "checkpoint_id", "parent", "head_after", "committed_at", "detail")
+_COLUMNS = (*_KEYS, "step", "checkpoint_id", "parent", "head_after", "committed_at", "reason", "checkpoint", "claim")
 SPEC_PLACEHOLDER = "FILE"
 """Placeholder in a command for a job spec whose path is unknown on this node."""
 

@@ -99,8 +99,14 @@ class ReaderStateTracker:
 
 def _advance(source: int, group: int, moved: _Moved) -> AdvanceRow:
     same = {name: getattr(moved.advance, name) for name in BlockAdvance.__dataclass_fields__}
+    positions, reasons = zip(*moved.advance.quarantined, strict=True) if moved.advance.quarantined else ((), ())
+    lists = {
+        "filtered": tuple(moved.advance.filtered.tolist()),
+        "quarantined": positions,
+        "quarantine_reasons": reasons,
+    }
     return AdvanceRow(
-        **{**same, "filtered": tuple(moved.advance.filtered.tolist())},
+        **{**same, **lists},
         source=source,
         key_group=group,
         first_step=moved.first_step,

@@ -29,21 +29,21 @@ def leg_changed(number: int, change: Callable[[dict[str, Any]], object]) -> Chan
 
     def changed_rows(rows: list[Columns]) -> list[Columns]:
         leg = [row for row in rows if row["kind"] == "leg"][number]
-        detail = json.loads(leg["detail"])
-        change(detail)
-        return [{**row, "detail": json.dumps(detail)} if row is leg else row for row in rows]
+        record = json.loads(leg["leg_json"])
+        change(record)
+        return [{**row, "leg_json": json.dumps(record)} if row is leg else row for row in rows]
 
     return changed_rows
 
 
 def of_source(number: int, **values: Any) -> Callable[[dict[str, Any]], object]:
     """A change of what a leg binds of a source."""
-    return lambda detail: detail["sources"][number].update(values)
+    return lambda record: record["sources"][number].update(values)
 
 
-def moved_cursor(detail: dict[str, Any]) -> None:
+def moved_cursor(record: dict[str, Any]) -> None:
     """Where the first key group stands when the leg begins, one position further."""
-    detail["sources"][0]["start"]["cursors"][0][2] += 1
+    record["sources"][0]["start"]["cursors"][0][2] += 1
 
 
 def is_split(row: Columns) -> bool:
@@ -74,9 +74,9 @@ def shifted(rows: list[Columns]) -> list[Columns]:
     return changed(has_filtered, filtered=[*row["filtered"][:-1], row["position_end"] + 1])(rows)
 
 
-def not_emptied(detail: dict[str, Any]) -> None:
+def not_emptied(record: dict[str, Any]) -> None:
     """The pass to come of the second source, over the plan from before everything was excluded."""
-    start = detail["sources"][1]["start"]
+    start = record["sources"][1]["start"]
     start["upcoming"] = [[start["open"][0]["plan_id"], 1]]
 
 
@@ -90,16 +90,16 @@ def plan_of_before(rows: list[Columns]) -> list[Columns]:
 
 
 CONTRADICTIONS: list[tuple[str, Change, str]] = [
-    ("mixed", leg_changed(1, lambda detail: detail.update(batch_size=64)), "expected 64 rows of steps"),
-    ("mixed", leg_changed(1, lambda detail: detail.update(start_step=27)), "expected leg 1 to begin at step 28"),
-    ("mixed", leg_changed(1, lambda detail: detail.update(key_groups=8)), "number of key groups in all legs"),
+    ("mixed", leg_changed(1, lambda record: record.update(batch_size=64)), "expected 64 rows of steps"),
+    ("mixed", leg_changed(1, lambda record: record.update(start_step=27)), "expected leg 1 to begin at step 28"),
+    ("mixed", leg_changed(1, lambda record: record.update(key_groups=8)), "number of key groups in all legs"),
     (
         "mixed",
         leg_changed(0, of_source(1, passes=2)),
         "expected 2 passes over src.b in leg 0, found 0 before it and 1",
     ),
     ("mixed", leg_changed(1, moved_cursor), "where leg 1 begins, found"),
-    ("mixed", leg_changed(0, lambda detail: detail["sources"].pop()), "expected plan nothing"),
+    ("mixed", leg_changed(0, lambda record: record["sources"].pop()), "expected plan nothing"),
     ("mixed", leg_changed(0, of_source(0, start={})), "expected plan nothing"),
     ("mixed", without(lambda row: row["kind"] == "leg", 1), "expected one row of leg 1"),
     ("mixed", without(is_advance, 5), "before the cursor in an advance, found none"),
@@ -121,15 +121,15 @@ CONTRADICTIONS: list[tuple[str, Change, str]] = [
     ("transformed", shifted, "expected filtered and quarantined rows once and in positions"),
     ("transformed", changed(has_quarantined, quarantined=None, rows_quarantined=0), "0 quarantined"),
     ("excluded", plan_of_before, "dead rows in positions|expected plan"),
-    ("excluded", leg_changed(1, lambda detail: detail["sources"][0]["start"]["open"].clear()), "expected plan"),
-    ("followed", leg_changed(2, lambda detail: detail["sources"][0]["start"]["upcoming"].clear()), "expected plan"),
+    ("excluded", leg_changed(1, lambda record: record["sources"][0]["start"]["open"].clear()), "expected plan"),
+    ("followed", leg_changed(2, lambda record: record["sources"][0]["start"]["upcoming"].clear()), "expected plan"),
     ("emptied", leg_changed(1, not_emptied), "expected the run to finish after 2 passes of src.mt, found 1"),
     (
         "plain",
         leg_changed(0, of_source(0, follow="appends")),
         "in one pass of a followed table, found it in passes",
     ),
-    ("endless", leg_changed(0, lambda detail: detail.update(steps=40)), "expected the run to finish at step 40"),
+    ("endless", leg_changed(0, lambda record: record.update(steps=40)), "expected the run to finish at step 40"),
 ]
 """Run, change of its ledger rows, and what the audit must say of it: either part of "a|b"."""
 
@@ -179,14 +179,14 @@ def test_falsely_empty_plan_is_no_pass(workshop: Workshop) -> None:
     run = trained(workshop, "emptied")
     plans = workshop.lakehouse.own("plans")
 
-    def over_a_liar(detail: dict[str, Any]) -> None:
-        not_emptied(detail)
-        ((plan_id, _),) = detail["sources"][1]["start"]["upcoming"]
+    def over_a_liar(record: dict[str, Any]) -> None:
+        not_emptied(record)
+        ((plan_id, _),) = record["sources"][1]["start"]["upcoming"]
         told = plans.scan(row_filter=f"plan_id = '{plan_id}'").to_arrow().to_pylist()[0]
         plans.append(
             pa.Table.from_pylist([{**told, "plan_id": "liar", "live_rows": 0}], schema=plans.schema().as_arrow())
         )
-        detail["sources"][1]["start"]["upcoming"] = [["liar", 1]]
+        record["sources"][1]["start"]["upcoming"] = [["liar", 1]]
 
     report = workshop.audit_forged(leg_changed(1, over_a_liar), of=run)
     assert not report.exact

@@ -99,7 +99,7 @@ def _again(rows: list[Columns]) -> Columns:
 
 def _rewind(rows: list[Columns]) -> Columns:
     first = rows_named(rows, "checkpoint")[0]
-    return {**first, "kind": "rewind", "seq": rows[-1]["seq"] + 1, "detail": "{}"}
+    return {**first, "kind": "rewind", "seq": rows[-1]["seq"] + 1, "rewind": {}}
 
 
 @pytest.mark.parametrize(("row", "exact"), [(_again, False), (_rewind, True)])

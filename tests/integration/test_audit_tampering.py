@@ -95,7 +95,7 @@ LEDGER: list[tuple[Change, str]] = [
     (
         lambda rows: changed(
             lambda row: row["kind"] == "leg",
-            detail=next(row["detail"] for row in rows if row["kind"] == "leg").replace('"passes":2', '"passes":3'),
+            leg_json=next(row["leg_json"] for row in rows if row["kind"] == "leg").replace('"passes":2', '"passes":3'),
         )(rows),
         "after 3 passes of src.t, found 2",
     ),

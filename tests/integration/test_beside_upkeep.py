@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -43,7 +44,7 @@ def plan(arena: Arena) -> Plan:
     leg = {"sources": [{"plan_id": made.row.plan_id}]}
     rows: list[LedgerRow] = [
         CheckpointRow(checkpoint_id="c1", step=1, leg=0),
-        LegRow(checkpoint_id="c1", leg=0, more=leg),
+        LegRow(checkpoint_id="c1", leg=0, leg_json=json.dumps(leg)),
         ExportRow(checkpoint_id="c1", digest="d"),
     ]
     attempt = Attempt(run=RUN, number=1, nonce="n1")

@@ -60,7 +60,7 @@ def test_declared_tables_are_filled(tmp_path: Path) -> None:
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A lakehouse with rewinds, exclusions, quarantined rows, an export and a recovery."""
     folder = tmp_path_factory.mktemp("lakehouse")
-    with tarfile.open(_ROOT / "tests" / "lakehouses" / "format-0.1.tar.xz") as archive:
+    with tarfile.open(_ROOT / "tests" / "lakehouses" / "format-1.tar.xz") as archive:
         archive.extractall(folder, filter="data")
     return folder / "home"
 

@@ -140,7 +140,7 @@ def test_own_workspace_is_valid_anywhere(tmp_path: Path) -> None:
 
 def test_audits_import_no_torch(tmp_path: Path) -> None:
     """Commands that only read the lakehouse start without torch, deepspeed and Dagster."""
-    with tarfile.open(_ROOT / "tests" / "lakehouses" / "format-0.1.tar.xz") as archive:
+    with tarfile.open(_ROOT / "tests" / "lakehouses" / "format-1.tar.xz") as archive:
         archive.extractall(tmp_path, filter="data")
     home = tmp_path / "home"
     commands = [

@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from dlac_pipeline.spec.job_spec import JobSpec
 
 TABLES = ("consumption", "plans", "recoveries", "slices", "work_units")
-SET_BY_COMMIT = {"committed_at", "detail"}
-"""Columns of a checkpoint's rows that a manifest does not repeat: phases and the reason are in `detail`."""
+SET_BY_COMMIT = {"committed_at", "checkpoint", "reason"}
+"""Columns of a checkpoint's rows that a manifest does not repeat: phases are in `checkpoint`."""
 
 
 def journal_of(arena: Arena) -> Path:

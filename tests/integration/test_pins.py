@@ -81,12 +81,10 @@ def plan(lakehouse: Lakehouse, snapshot_id: int, plan_id: str, table: str = "src
 
 
 def ledger(lakehouse: Lakehouse, run: str, *rows: dict[str, Any]) -> None:
-    """Append ledger rows of a run, behind the ledger's back; a dict under `detail` becomes JSON."""
+    """Append ledger rows of a run, without the ledger's own checks."""
     schema = schema_to_pyarrow(CONSUMPTION, include_field_ids=False)
-    made = [
-        {"run": run, "seq": seq, **row, "detail": json.dumps(row["detail"]) if "detail" in row else None}
-        for seq, row in enumerate(rows, start=len(run_rows(lakehouse, run)) + 1)
-    ]
+    first = len(run_rows(lakehouse, run)) + 1
+    made = [{"run": run, "seq": seq, **row} for seq, row in enumerate(rows, start=first)]
     lakehouse.own("consumption").append(pa.Table.from_pylist(made, schema=schema))
 
 
@@ -99,7 +97,10 @@ def run_rows(lakehouse: Lakehouse, run: str) -> list[str]:
 def leg(*sources: dict[str, Any], index: int = 0, checkpoint_id: str = "c0") -> list[dict[str, Any]]:
     """A checkpoint's row and that of its leg."""
     named = {"checkpoint_id": checkpoint_id, "leg": index}
-    return [{"kind": "checkpoint", **named}, {"kind": "leg", **named, "detail": {"sources": list(sources)}}]
+    return [
+        {"kind": "checkpoint", **named},
+        {"kind": "leg", **named, "leg_json": json.dumps({"sources": list(sources)})},
+    ]
 
 
 def source(*open_plans: str, upcoming: list[Any] | None = None) -> dict[str, Any]:
@@ -163,7 +164,7 @@ def test_a_claim_needs_its_plans(lakehouse: Lakehouse) -> None:
     """An attempt that has not committed yet needs the plans that it claimed the run for; older claims do not."""
     for number in (1, 2):
         plan(lakehouse, append(lakehouse), P[number])
-    ledger(lakehouse, "busy", *({"kind": "claim", "detail": {"plan_ids": [name]}} for name in (P[1], P[2])))
+    ledger(lakehouse, "busy", *({"kind": "claim", "claim": {"plan_ids": [name]}} for name in (P[1], P[2])))
     assert [one.needed_by for one in list_pins(lakehouse)] == [(), ("busy",)]
     assert [one.uses[0].run for one in list_pins(lakehouse)] == ["busy", "busy"]
 
@@ -198,7 +199,7 @@ def test_run_releases_unneeded_pins(lakehouse: Lakehouse) -> None:
         plan(lakehouse, snapshot, P[number])
     plan(lakehouse, snapshots[2], "of a dataset")
     pin(lakehouse, "src.t", snapshots[5])
-    ledger(lakehouse, "other", {"kind": "claim", "detail": {"plan_ids": [], "leg_plan_ids": [P[1]]}})
+    ledger(lakehouse, "other", {"kind": "claim", "claim": {"plan_ids": [], "leg_plan_ids": [P[1]]}})
     ledger(lakehouse, "r", *leg(source(P[0], P[1], P[2])), *leg(source(P[3]), index=1, checkpoint_id="c1"))
     ledger(lakehouse, "gone", *leg(source(P[4])), {"kind": "finish"})
     assert release_pins(lakehouse, "r", "src.t") == []
@@ -217,7 +218,7 @@ def test_claimed_pin_is_taken_again(lakehouse: Lakehouse, monkeypatch: pytest.Mo
 
     def raced(self: SqlCatalog, table: Any, *rest: Any) -> Any:
         monkeypatch.undo()
-        ledger(lakehouse, "other", {"kind": "claim", "detail": {"plan_ids": [P[0]]}})
+        ledger(lakehouse, "other", {"kind": "claim", "claim": {"plan_ids": [P[0]]}})
         return commit(self, table, *rest)  # type: ignore[arg-type]  # the patched method's own signature
 
     monkeypatch.setattr(GuardedSqlCatalog, "commit_table", raced)

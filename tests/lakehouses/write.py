@@ -1,6 +1,6 @@
 """Write a small lakehouse with runs of every kind, as an archive: `python -m tests.lakehouses.write ARCHIVE`.
 
-tests/contract/test_older_lakehouse.py opens archives of earlier formats with the current code. Write a new archive before
+tests/contract/test_format.py opens the archive of each format version with the current code. Write a new one before
 a stored format changes, and keep the others.
 
 The runs: `launched` (two real ranks, one killed, stopped, rewound with an exclusion, named, exported, verified), `forked`
@@ -84,8 +84,8 @@ def _train_launched(arena: Arena) -> None:
     job = arena.home / "launched.yaml"
     job.write_text(yaml.safe_dump(spec.model_dump()))
     commands = (
-        ("name", "launched", "first", "--step", "5"),
-        ("checkpoint", "export", "launched", str(arena.home / "weights.safetensors"), "--step", "10"),
+        ("tag", "launched", "first", "--step", "5"),
+        ("export", "launched", str(arena.home / "weights.safetensors"), "--step", "10"),
         ("fork", "launched", "--as", "forked", "--spec", str(job), "--step", "10"),
         ("rewind", "launched", "--to-step", "15", "--exclude", "row_id >= 390", "--why", "wrong rows"),
         ("checkpoint", "verify", "launched"),

@@ -9,7 +9,7 @@ counted AS (
 ),
 -- A key group's rows of a source, in reading order.
 walked AS (
-    SELECT * EXCLUDE (detail, filtered, quarantined),
+    SELECT * EXCLUDE (filtered, quarantined, quarantine_reasons),
         coalesce(len(filtered), 0) AS filtered_named, coalesce(len(quarantined), 0) AS quarantined_named,
         lag(pass) OVER walk IS NOT DISTINCT FROM pass AND lag(block) OVER walk IS NOT DISTINCT FROM block AS continues,
         lag(read_to) OVER walk AS previous_position, lag(token_end) OVER walk AS previous_token,

@@ -15,29 +15,29 @@ CREATE OR REPLACE VIEW attempt_times AS
 WITH
 -- Rows of one run come from several nodes: seq orders them, and a clock that is behind does not turn time back.
 signs AS (
-    SELECT run, seq, kind, attempt, checkpoint_id, parent, step, head_after, detail,
+    SELECT run, seq, kind, attempt, checkpoint_id, parent, step, head_after, claim,
         max(epoch_us(committed_at)) OVER (PARTITION BY run ORDER BY seq) AS at_us
     FROM consumption
     WHERE kind IN ('claim', 'checkpoint', 'finish')
 ),
 -- States that attempts left in memory, as the first claim that resumed from them records: checkpoints that took no time.
 remembered AS (
-    SELECT c.run, (c.detail ->> '$.memory_of')::INTEGER AS attempt, c.seq,
-        (c.detail ->> '$.memory_step')::BIGINT - coalesce(h.step, 0) AS steps,
+    SELECT c.run, c.claim.memory_of AS attempt, c.seq,
+        c.claim.memory_step - coalesce(h.step, 0) AS steps,
         (count(l.checkpoint_id) > 0 OR count(n.seq) = 0) AND NOT EXISTS (
             -- an attempt that read the store after all
             FROM signs AS m
-            WHERE m.run = c.run AND m.kind = 'claim' AND m.seq > c.seq AND NOT json_exists(m.detail, '$.memory_of')
+            WHERE m.run = c.run AND m.kind = 'claim' AND m.seq > c.seq AND m.claim.memory_of = 0
                 AND m.seq < (SELECT min(seq) FROM signs AS k WHERE k.run = c.run AND k.kind = 'checkpoint' AND k.seq > c.seq)
         ) AS survives, false AS exits, false AS rescales,
-        (1e6 * (c.detail ->> '$.memory_at')::DOUBLE)::BIGINT AS copied_us, copied_us AS begun_us, copied_us AS done_us
+        (1e6 * c.claim.memory_at)::BIGINT AS copied_us, copied_us AS begun_us, copied_us AS done_us
     FROM signs AS c
     LEFT JOIN signs AS h ON h.run = c.run AND h.kind = 'checkpoint' AND h.checkpoint_id = c.head_after
     LEFT JOIN signs AS n ON n.run = c.run AND n.kind = 'checkpoint' AND n.seq > c.seq
     LEFT JOIN lineage AS l ON l.run = c.run AND l.checkpoint_id = n.checkpoint_id
-    WHERE c.kind = 'claim' AND json_exists(c.detail, '$.memory_of')
-    GROUP BY c.run, c.attempt, c.seq, c.detail, h.step
-    QUALIFY row_number() OVER (PARTITION BY c.run, c.detail ->> '$.memory_of' ORDER BY c.seq) = 1
+    WHERE c.kind = 'claim' AND c.claim.memory_of > 0
+    GROUP BY c.run, c.attempt, c.seq, c.claim, h.step
+    QUALIFY row_number() OVER (PARTITION BY c.run, c.claim.memory_of ORDER BY c.seq) = 1
 ),
 taken AS (
     SELECT c.run, c.attempt, c.seq, c.step - coalesce(p.step, 0) AS steps, l.checkpoint_id IS NOT NULL AS survives,
@@ -92,8 +92,7 @@ lasts AS (
 ),
 attempts AS (
     SELECT c.run, c.attempt, c.seq, c.at_us AS claimed_us, lead(c.at_us) OVER (PARTITION BY c.run ORDER BY c.seq) AS next_us,
-        NOT (coalesce(json_exists(c.detail, '$.adopts'), false) OR coalesce(json_exists(c.detail, '$.rewinds'), false)
-            OR coalesce(json_exists(c.detail, '$.forks'), false)) AS trains,
+        c.claim.purpose IS NULL AS trains,
         e.last_us, e.finished, k.first_us, k.first_steps, coalesce(k.exits, false) AS exits, coalesce(k.rescales, false) AS rescales,
         f.failed_us, f.lost_us, f.kept, coalesce(r.in_vain, false) AS in_vain, r.stepped_us,
         coalesce(own.us_per_step, whole.us_per_step) AS us_per_step

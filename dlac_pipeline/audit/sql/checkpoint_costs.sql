@@ -5,17 +5,17 @@
 CREATE OR REPLACE VIEW checkpoint_costs AS
 SELECT
     run, seq, checkpoint_id, step, committed_at,
-    (detail ->> '$.bytes')::BIGINT AS bytes,
-    (detail ->> '$.phases.stall')::DOUBLE AS stall_s,
-    (detail ->> '$.phases.copy')::DOUBLE AS copy_s,
-    (detail ->> '$.phases.write')::DOUBLE AS write_s,
-    (detail ->> '$.phases.seal')::DOUBLE AS seal_s,
-    (detail ->> '$.phases.sync')::DOUBLE AS sync_s,
-    (detail ->> '$.phases.digest')::DOUBLE AS digest_s,
-    (detail ->> '$.phases.upload')::DOUBLE AS upload_s,
-    (detail ->> '$.phases.vote')::DOUBLE AS vote_s,
-    detail ->> '$.reason' AS reason,
-    (detail ->> '$.interval_s')::DOUBLE AS interval_s,
-    detail ->> '$.why' AS why
+    checkpoint.bytes,
+    checkpoint.phases['stall'] AS stall_s,
+    checkpoint.phases['copy'] AS copy_s,
+    checkpoint.phases['write'] AS write_s,
+    checkpoint.phases['seal'] AS seal_s,
+    checkpoint.phases['sync'] AS sync_s,
+    checkpoint.phases['digest'] AS digest_s,
+    checkpoint.phases['upload'] AS upload_s,
+    checkpoint.phases['vote'] AS vote_s,
+    reason,
+    checkpoint.interval_s,
+    checkpoint.why
 FROM consumption
-WHERE kind = 'checkpoint' AND detail IS NOT NULL;
+WHERE kind = 'checkpoint' AND checkpoint IS NOT NULL;

@@ -5,11 +5,9 @@
 CREATE OR REPLACE VIEW checkpoints AS
 SELECT
     c.run, c.seq, c.attempt, c.checkpoint_id, c.parent, c.step, c.leg, c.committed_at, c.world_size, c.manifest_uri,
-    c.model_digest, c.applied_steps, c.skipped_steps, c.losses, c.detail ->> '$.adopted' AS adopted,
-    f.detail ->> '$.run' AS forked_run,
-    f.detail ->> '$.checkpoint_id' AS forked_from,
-    (f.detail ->> '$.step')::BIGINT AS forked_step
+    c.model_digest, c.applied_steps, c.skipped_steps, c.losses, c.checkpoint.adopted,
+    f.fork.parent_run AS forked_run, f.fork.parent_checkpoint AS forked_from, f.fork.parent_step AS forked_step
 FROM consumption AS c LEFT JOIN (
-    SELECT run, checkpoint_id, detail FROM consumption WHERE kind = 'fork'
+    SELECT run, checkpoint_id, fork FROM consumption WHERE kind = 'fork'
 ) AS f USING (run, checkpoint_id)
 WHERE c.kind = 'checkpoint';

@@ -47,14 +47,14 @@ FROM (SELECT run, unnest(r.excluded) AS excluded FROM walk JOIN rewinds AS r USI
 CREATE OR REPLACE VIEW forget_readers AS
 WITH
 claims AS (
-    SELECT run, arg_max(detail, seq)::JSON AS claim FROM consumption WHERE kind = 'claim' GROUP BY run
+    SELECT run, arg_max(claim, seq) AS claim FROM consumption WHERE kind = 'claim' GROUP BY run
     -- An adoption or a fork that was killed has trained nothing, and has no weights. Repeated, it claims the run again.
-    HAVING (claim -> '$.adopts') IS NULL AND (claim -> '$.forks') IS NULL
+    HAVING coalesce(arg_max(claim, seq).purpose, 'trains') NOT IN ('adopts', 'forks')
 ),
 bound AS (
     SELECT l.run, g.leg_json FROM lineage AS l JOIN legs AS g ON g.run = l.run AND g.leg = l.leg WHERE l.is_head
     UNION
-    SELECT run, arg_min(detail, seq)::JSON FROM consumption
+    SELECT run, arg_min(leg_json, seq)::JSON FROM consumption
     WHERE kind = 'leg' AND run NOT IN (SELECT run FROM lineage)
     GROUP BY run
 ),
@@ -71,7 +71,7 @@ upcoming AS (
     FROM bound_sources
     WHERE run NOT IN (SELECT run FROM lineage)
     UNION
-    SELECT run, NULL, unnest(from_json(coalesce(claim -> '$.leg_plan_ids', claim -> '$.plan_ids'), '["VARCHAR"]'))
+    SELECT run, NULL, unnest(coalesce(claim.leg_plan_ids, claim.plan_ids))
     FROM claims
     WHERE run NOT IN (SELECT run FROM lineage)
 ),
@@ -204,7 +204,7 @@ SELECT
     CASE WHEN NOT finished AND steps_to_replay > 0 THEN round(head_step / nullif(trained_hours, 0)) END AS later_steps_per_hour,
     (
         SELECT list(n.name ORDER BY n.name)
-        FROM (SELECT run, detail ->> '$.name' AS name, arg_max_null(checkpoint_id, seq) AS checkpoint_id
+        FROM (SELECT run, name, arg_max_null(checkpoint_id, seq) AS checkpoint_id
             FROM consumption WHERE kind = 'name' GROUP BY ALL) AS n
         JOIN forget_checkpoints AS f ON f.run = n.run AND f.checkpoint_id = n.checkpoint_id
         WHERE n.run = c.run AND f.affected AND f.restorable
@@ -223,7 +223,7 @@ SELECT
         SELECT list({'seq': r.seq, 'checkpoint_id': r.checkpoint_id, 'nonce': r.nonce} ORDER BY r.seq)
         FROM consumption AS r
         WHERE r.kind = 'rewind' AND r.run = c.run
-            AND EXISTS (FROM forget_request WHERE list_has_any(filters, from_json(r.detail -> '$.exclude[*].where', '["VARCHAR"]')))
+            AND EXISTS (FROM forget_request WHERE list_has_any(filters, [e."where" FOR e IN r.rewind.exclude]))
     ) AS filters_in_rewinds
 FROM costed AS c
 ORDER BY c.run;

@@ -3,7 +3,7 @@
 -- sample.
 CREATE OR REPLACE VIEW legs AS
 WITH named AS (
-    SELECT c.*, CASE WHEN json_valid(c.detail) THEN c.detail::JSON END AS leg_json
+    SELECT c.* REPLACE (CASE WHEN json_valid(c.leg_json) THEN c.leg_json::JSON END AS leg_json)
     FROM consumption AS c JOIN lineage USING (run, checkpoint_id, leg)
     WHERE c.kind = 'leg'
 ),

@@ -27,9 +27,7 @@ unread AS (
     SELECT f.run, max(plans.live_rows) AS live_rows
     FROM finishes AS f ANTI JOIN chain USING (run)
     JOIN (
-        SELECT run, unnest(from_json(detail->'$.plan_ids', '["VARCHAR"]')) AS plan_id
-        FROM consumption
-        WHERE kind = 'claim' AND json_valid(detail)
+        SELECT run, unnest(claim.plan_ids) AS plan_id FROM consumption WHERE kind = 'claim'
     ) AS c USING (run)
     JOIN plans USING (plan_id)
     GROUP BY f.run

@@ -5,7 +5,8 @@ WITH
 moved AS (
     SELECT c.*, c.position_end - (c.token_end IS NOT NULL)::BIGINT AS read_to,
         {'position': c.position_start, 'token': coalesce(c.token_start, 0), 'until': c.position_end} AS place,
-        u.checkpoint_id IS NOT NULL OR c.detail IS NOT NULL OR c.plan_id IS NULL OR c.leg IS NULL OR c.applied IS NULL AS alone
+        u.checkpoint_id IS NOT NULL OR c.quarantine_reasons IS NOT NULL OR c.plan_id IS NULL OR c.leg IS NULL
+            OR c.applied IS NULL AS alone
     FROM consumption AS c
     SEMI JOIN lineage USING (run, checkpoint_id)
     LEFT JOIN (SELECT DISTINCT checkpoint_id FROM uneven_shares) AS u USING (checkpoint_id)

@@ -2,14 +2,13 @@
 CREATE OR REPLACE VIEW passed_over AS
 WITH named AS (
     SELECT run, checkpoint_id, source, cut_id, pass, key_group, block, unnest(filtered) AS position, 'filtered' AS kind,
-        NULL AS detail
+        NULL AS reason
     FROM advances
     WHERE filtered IS NOT NULL
     UNION ALL
-    SELECT run, checkpoint_id, source, cut_id, pass, key_group, block, unnest(quarantined), 'quarantined', detail
+    SELECT run, checkpoint_id, source, cut_id, pass, key_group, block, unnest(quarantined), 'quarantined',
+        unnest(quarantine_reasons)
     FROM advances
     WHERE quarantined IS NOT NULL
 )
-SELECT * EXCLUDE (detail), CASE WHEN json_valid(detail)
-    THEN json_extract_string(detail, format('$.quarantined."{}"', position)) END AS reason
 FROM named;

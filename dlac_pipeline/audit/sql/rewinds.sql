@@ -2,9 +2,6 @@
 CREATE OR REPLACE VIEW rewinds AS
 SELECT
     run, seq, attempt, committed_at AS rewound_at, checkpoint_id, step,
-    detail ->> '$.from' AS left_checkpoint,
-    (detail ->> '$.from_step')::BIGINT AS left_step,
-    from_json(detail -> '$.exclude', '[{"source": "INTEGER", "where": "VARCHAR"}]') AS excluded,
-    detail ->> '$.why' AS why
+    rewind.left_checkpoint, rewind.left_step, rewind.exclude AS excluded, rewind.why
 FROM consumption
 WHERE kind = 'rewind';

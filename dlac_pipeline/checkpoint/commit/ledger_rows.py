@@ -90,7 +90,7 @@ class RowMaker:
 
     def _leg_rows(self, checkpoint_id: str) -> list[LedgerRow]:
         index, step = self._leg.index, self._leg.start_step
-        leg = LegRow(checkpoint_id=checkpoint_id, leg=index, step=step, more=self._leg.to_record())
+        leg = LegRow(checkpoint_id=checkpoint_id, leg=index, step=step, leg_json=self._leg.to_json())
         quarantined = [
             QuarantinedRowsRow(leg=index, source=number, **asdict(unit))
             for number, source in enumerate(self._leg.sources)

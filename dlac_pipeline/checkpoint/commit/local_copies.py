@@ -13,7 +13,7 @@ from dlac_pipeline.checkpoint.restore.conversion import discard_conversion
 from dlac_pipeline.checkpoint.store import MANIFEST, Tiers
 from dlac_pipeline.lakehouse.errors import StoreUnavailable
 from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, fence_of_rows
-from dlac_pipeline.lakehouse.ledger.typed_rows import LedgerRow
+from dlac_pipeline.lakehouse.ledger.typed_rows import LedgerRow, NodeRanks
 from dlac_pipeline.lakehouse.own_folders import remove_tree
 
 _log = logging.getLogger(__name__)
@@ -74,9 +74,11 @@ def holders_of(votes: Sequence[Mapping[str, Any]]) -> list[str]:
     return sorted(bytes_of, key=lambda node: (-bytes_of[node], node))
 
 
-def nodes_of_ranks(votes: Sequence[Mapping[str, Any]]) -> list[tuple[str, int]]:
+def nodes_of_ranks(votes: Sequence[Mapping[str, Any]]) -> list[NodeRanks]:
     """Return each node with its number of consecutive ranks, by the votes in order of ranks. Empty if no rank trained."""
-    return [(node, len(list(same))) for node, same in groupby(vote["node"] for vote in votes) if node]
+    return [
+        NodeRanks(node=node, ranks=len(list(same))) for node, same in groupby(vote["node"] for vote in votes) if node
+    ]
 
 
 def nodes_with_newest(rows: Sequence[LedgerRow]) -> list[str]:

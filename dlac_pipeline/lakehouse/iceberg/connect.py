@@ -15,7 +15,6 @@ from pyiceberg.expressions import AlwaysTrue, BooleanExpression, EqualTo, Greate
 from pyiceberg.io import FileIO, load_file_io
 from pyiceberg.schema import Schema
 from pyiceberg.table import Table
-from pyiceberg.types import NestedField
 from sqlalchemy.exc import IntegrityError, OperationalError, ProgrammingError, SQLAlchemyError
 
 from dlac_pipeline.lakehouse import errors, outages
@@ -272,15 +271,13 @@ class Lakehouse:
             self.catalog.update_namespace_properties(namespace, updates={relocations.MADE_AT: place})
 
     def _evolve(self, identifier: str, schema: Schema) -> None:
-        """Add the columns that a table of an older version lacks. Columns are only ever added, as optional ones."""
+        """Add the columns and fields of structs that a table of an older version lacks, as optional ones."""
 
         def once() -> None:
             table = self._load(identifier)
-            missing = _lacks(table, schema)
-            if missing:
+            if _lacks(table, schema):
                 with table.update_schema() as update:
-                    for field in missing:
-                        update.add_column(field.name, field.field_type)
+                    update.union_by_name(schema)
 
         retrying(of=errors.CommitConflict)(once)
 
@@ -295,9 +292,9 @@ def properties_of(name: str) -> dict[str, str]:
     return TABLE_PROPERTIES | (_OF_KEYS if name == "row_keys" else {})
 
 
-def _lacks(table: Table, schema: Schema) -> list[NestedField]:
-    known = set(table.schema().column_names)
-    return [field for field in schema.fields if field.name not in known]
+def _lacks(table: Table, schema: Schema) -> bool:
+    """Return True if a table lacks a column, or a field of a struct."""
+    return not set(schema.column_names) <= set(table.schema().column_names)
 
 
 def last_sequence_number(table: Table) -> int:

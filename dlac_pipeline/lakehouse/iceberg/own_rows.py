@@ -14,14 +14,18 @@ from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pyarrow as pa
 import pyarrow.dataset as ds
+import pyarrow.parquet as pq
 from pyiceberg import expressions
 from pyiceberg.expressions import AlwaysTrue, And, BooleanExpression, EqualTo, In, IsNull
 from pyiceberg.expressions.visitors import bind
 from pyiceberg.io.pyarrow import PyArrowFileIO, expression_to_pyarrow, schema_to_pyarrow
-from pyiceberg.manifest import DataFile, ManifestContent, ManifestFile
+from pyiceberg.manifest import DataFile, DataFileContent, FileFormat, ManifestContent, ManifestFile
+from pyiceberg.partitioning import PartitionFieldValue, PartitionKey
+from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 from pyiceberg.utils.concurrent import ExecutorFactory
 
@@ -38,6 +42,8 @@ _COLUMN_BYTES = 1 << 10
 """Estimated memory of a column of a small table in addition to its values: Arrow's objects, and buffers of 64 bytes."""
 _MANIFESTS = 4096
 _FORMAT = ds.ParquetFileFormat()
+_WRITING: Any = {"compression": "zstd", "use_dictionary": False, "store_schema": False}
+"""Options of a small file."""
 _FILES: dict[str, list[DataFile]] = {}
 """The data files of manifests, which never change, by path. The first ones are forgotten first."""
 _Key = tuple[str, int, str, tuple[str, ...]]
@@ -117,6 +123,31 @@ def read_rows(table: Table, row_filter: BooleanExpression, *, columns: Sequence[
     found = iter(map(read, unread) if len(unread) < 2 else ExecutorFactory.get_or_create().map(read, unread))
     parts = [next(found) if rows is None else rows for rows in known]
     return pa.concat_tables([schema.empty_table().select(wanted["columns"]), *parts])
+
+
+def write_small(table: Table, rows: pa.Table) -> DataFile:
+    """Write a few rows of one partition of an own table. Return their data file, which no snapshot names yet.
+
+    The file lacks the columns without values, which Iceberg reads as nulls, and the copy of the schema that Arrow adds. pyiceberg
+    writes all columns, in four times the bytes.
+    """
+    spec, schema = table.spec(), table.schema()
+    kept = Schema(*(each for each in schema.fields if rows[each.name].null_count < len(rows)))
+    part = PartitionFieldValue(spec.fields[0], rows[spec.fields[0].name][0].as_py())
+    key = PartitionKey([part], spec, schema)
+    output = table.io.new_output(table.location_provider().new_data_location(f"{uuid4()}.parquet", key))
+    arrow: Any = schema_to_pyarrow(kept)
+    with output.create() as stream:
+        pq.write_table(rows.select(arrow.names).cast(arrow), stream, **_WRITING)
+    return DataFile.from_args(
+        content=DataFileContent.DATA,
+        file_path=output.location,
+        file_format=FileFormat.PARQUET,
+        partition=key.partition,
+        record_count=len(rows),
+        file_size_in_bytes=len(output),
+        spec_id=spec.spec_id,
+    )
 
 
 def data_files(table: Table, row_filter: BooleanExpression, snapshot_id: int | None = None) -> list[DataFile] | None:

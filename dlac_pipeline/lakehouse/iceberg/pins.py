@@ -210,7 +210,19 @@ def _plans(lakehouse: Lakehouse) -> list[Columns]:
 
 
 def _runs(lakehouse: Lakehouse) -> dict[str, _RunRows]:
-    names = ("run", "seq", "kind", "attempt", "nonce", "checkpoint_id", "parent", "head_after", "leg", "detail")
+    names = (
+        "run",
+        "seq",
+        "kind",
+        "attempt",
+        "nonce",
+        "checkpoint_id",
+        "parent",
+        "head_after",
+        "leg",
+        "claim",
+        "leg_json",
+    )
     return {run: _RunRows(found) for run, found in Ledger(lakehouse).rows_of_runs(HEAD_KINDS, columns=names).items()}
 
 

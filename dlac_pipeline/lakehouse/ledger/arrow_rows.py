@@ -36,42 +36,40 @@ def parse_rows(table: pa.Table) -> list[typed_rows.LedgerRow]:
 
 def _parts(table: pa.Table) -> Iterator[tuple[type[typed_rows.LedgerRow], Any]]:
     for kind in pc.unique(table["kind"]).to_pylist():
-        mask = pc.equal(table["kind"], kind)
-        if kind == typed_rows.QuarantinedCheckpointRow.kind:
-            named = pc.is_valid(table["checkpoint_id"])
-            yield typed_rows.QuarantinedCheckpointRow, pc.and_(mask, named)
-            yield typed_rows.QuarantinedRowsRow, pc.and_(mask, pc.invert(named))
-        else:
-            yield typed_rows.KINDS.get(kind, typed_rows.OtherRow), mask
+        yield typed_rows.KINDS.get(kind, typed_rows.OtherRow), pc.equal(table["kind"], kind)
 
 
 def _parse_part(kind: type[typed_rows.LedgerRow], part: pa.Table) -> list[typed_rows.LedgerRow]:
     """Parse rows of one class, column by column: the constructor takes five times as long for 100,000 rows."""
     rows = [kind.__new__(kind) for _ in range(len(part))]
-    defaults = typed_rows.DEFAULTS[kind]
-    for column, name in typed_rows.columns_of(kind).items():
-        values = _values(part[column], defaults[name]) if column in part.column_names else repeat(defaults[name])
-        _set(kind, name, rows, values)
+    for each in typed_rows.columns_of(kind):
+        known = each.column in part.column_names
+        values = _values(_column(part, each), each) if known else repeat(each.default)
+        _set(kind, each.name, rows, values)
     if kind is typed_rows.OtherRow:
-        _set(kind, "more", rows, part.to_pylist())
-    elif "detail" in part.column_names:
-        _set(kind, "_text", rows, part["detail"].to_pylist())
+        _set(kind, "columns", rows, part.to_pylist())
     return rows
+
+
+def _column(part: pa.Table, place: typed_rows.ColumnOf) -> pa.ChunkedArray:
+    column = part[place.column]
+    return column if place.inner is None else pc.struct_field(column, place.inner)
 
 
 def _set(kind: type[typed_rows.LedgerRow], name: str, rows: list[typed_rows.LedgerRow], values: Iterable[Any]) -> None:
     deque(map(getattr(kind, name).__set__, rows, values), maxlen=0)
 
 
-def _values(column: pa.ChunkedArray, default: object) -> list[Any]:
-    """Return the values of a column, with `default` in place of nulls. Repeated values are one object."""
+def _values(column: pa.ChunkedArray, place: typed_rows.ColumnOf) -> list[Any]:
+    """Return the values of a column, with the default in place of nulls. Repeated values are one object."""
+    default, read = place.default, place.read
     if column.null_count == len(column):
         return [default] * len(column)
     if pa.types.is_integer(column.type) and not column.null_count:
         found: list[Any] = column.to_numpy().tolist()
         return found
-    if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
-        return [default if each is None else each for each in column.to_pylist()]
+    if pa.types.is_nested(column.type):
+        return [default if each is None else read(each) if read else each for each in column.to_pylist()]
     encoded = column.combine_chunks().dictionary_encode()
     values = [*encoded.dictionary.to_pylist(), default]
-    return [values[place] for place in encoded.indices.fill_null(len(values) - 1).to_numpy().tolist()]
+    return [values[index] for index in encoded.indices.fill_null(len(values) - 1).to_numpy().tolist()]

@@ -90,7 +90,7 @@ def commit_rewind(
             attempt=mine.attempt,
             checkpoint_id=checkpoint_id,
             step=step,
-            left=fence.head,
+            left_checkpoint=fence.head,
             left_step=0 if head is None else head.step,
             exclude=exclude,
             why=why,
@@ -199,7 +199,9 @@ def left_by_rewinds(rows: Sequence[LedgerRow]) -> set[str]:
     abandoned: set[str] = set()
     for row in rows:
         if isinstance(row, RewindRow):
-            abandoned |= set(run_rows.lineage_of(rows, row.left)) - set(run_rows.lineage_of(rows, row.checkpoint_id))
+            abandoned |= set(run_rows.lineage_of(rows, row.left_checkpoint)) - set(
+                run_rows.lineage_of(rows, row.checkpoint_id)
+            )
     return abandoned
 
 
@@ -238,5 +240,9 @@ def _check_changes(
 
 def _rewound(row: RewindRow) -> Rewound:
     return Rewound(
-        checkpoint_id=row.checkpoint_id, step=row.step, left=row.left, left_step=row.left_step, attempt=row.attempt
+        checkpoint_id=row.checkpoint_id,
+        step=row.step,
+        left=row.left_checkpoint,
+        left_step=row.left_step,
+        attempt=row.attempt,
     )

@@ -30,7 +30,7 @@ _LAST = "_last"
 """Folder with a file for each run that has the number of its last append. No run has such a name."""
 _FORMAT = ds.ParquetFileFormat()
 _WRITING = {"compression": "zstd", "write_statistics": False, "use_dictionary": False, "store_schema": False}
-"""Options of small files: 4.5 KB instead of 9.5."""
+"""Options of small files. Columns without values are left out, too."""
 _WRITER = ThreadPoolExecutor(1, thread_name_prefix="journal")
 """The writer of entries in an object store, so that no commit waits for a second request."""
 _WARNED: set[str] = set()
@@ -80,8 +80,10 @@ class Journal:
         """Write the entry of an append, which replaces an earlier one."""
         run, seq = rows["run"][0].as_py(), rows["seq"][0].as_py()
         path, sink = f"{self._folder}/{run}/{seq:012}.parquet", pa.BufferOutputStream()
-        with pq.ParquetWriter(sink, CONSUMPTION_ARROW, **_WRITING) as writer:
-            writer.write_table(rows.cast(CONSUMPTION_ARROW))
+        rows = rows.cast(CONSUMPTION_ARROW)
+        rows = rows.select([name for name in rows.column_names if rows[name].null_count < len(rows)])
+        with pq.ParquetWriter(sink, rows.schema, **_WRITING) as writer:
+            writer.write_table(rows)
             writer.add_key_value_metadata({LEDGER_UUID_PROPERTY: ledger_uuid})
         if isinstance(self._files, LocalFileSystem):
             make_folder_durably(Path(path).parent)

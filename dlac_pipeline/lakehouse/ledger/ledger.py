@@ -102,8 +102,7 @@ class Ledger:
     ) -> Sequence[LedgerRow]:
         """Return the rows of a run after the `seq` named by `after`, in order of `seq`, restricted to `kinds` when given.
 
-        Of `columns` only, two of which are `seq` and `kind`. The fields of other columns have their default values. A read
-        of a field of `detail` raises LedgerError if `detail` is damaged.
+        Of `columns` only, two of which are `seq` and `kind`. The fields of other columns have their default values.
         """
         return self.lakehouse.look(
             "consumption", lambda table: self._scan(table, run, kinds=kinds, after=after, columns=columns)
@@ -116,7 +115,7 @@ class Ledger:
 
     def rows_of_runs(self, kinds: Sequence[type[LedgerRow]], *, columns: Sequence[str]) -> dict[str, list[LedgerRow]]:
         """Return run -> its rows of some kinds, in order of `seq`. Of `columns` only, as `rows` does."""
-        wanted = among("kind", typed_rows.names_of_kinds(kinds))
+        wanted = among("kind", [each.kind for each in kinds])
         found = parse_rows(self.lakehouse.read_own("consumption", wanted, columns=columns))
         rows: dict[str, list[LedgerRow]] = defaultdict(list)
         for row in self.translate(found):
@@ -194,9 +193,9 @@ class Ledger:
             return list(rows_known)  # a snapshot never changes, and a claim reads it several times
         wanted = equals("run", run)
         if kinds:
-            wanted = And(wanted, among("kind", typed_rows.names_of_kinds(kinds)))
+            wanted = And(wanted, among("kind", [each.kind for each in kinds]))
             if columns == ("*",):
-                columns = list({"kind", "detail"}.union(*map(typed_rows.columns_of, kinds)))
+                columns = list({"kind"} | {each.column for kind in kinds for each in typed_rows.columns_of(kind)})
         if after:
             wanted = And(wanted, more_than("seq", after))
         with reachable(self.lakehouse.config.uri):
@@ -223,7 +222,7 @@ class _Tries:
         run, fence, table, lakehouse = self._run, wanted.fence, state.table, self._ledger.lakehouse
         arrow = recorded_rows(lakehouse, run, fence, wanted.rows)
         with committing(lakehouse, table) as transaction:
-            transaction.append(arrow, snapshot_properties={_RUN_OF_SNAPSHOT: run, "dlac.seq": str(fence.seq)})
+            transaction.append_small(arrow, snapshot_properties={_RUN_OF_SNAPSHOT: run, "dlac.seq": str(fence.seq)})
             if not wanted.finished:
                 cached = json.dumps([fence.attempt, fence.nonce, fence.seq, fence.head])
                 transaction.set_properties({fence_property(run): cached})

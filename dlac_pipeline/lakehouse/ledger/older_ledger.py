@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 _MANIFEST = "manifest.json"
 _FILLED_BY_CLAIM = 100
 """Entries that a claim writes at the most. More are left to upkeep, because each takes milliseconds."""
-_COLUMNS_OF_RUN = ("seq", "kind", "attempt", "checkpoint_id", "step", "manifest_uri", "detail")
+_COLUMNS_OF_RUN = ("seq", "kind", "attempt", "checkpoint_id", "step", "manifest_uri", "claim")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,13 +3,15 @@
 Promise: a table or manifest of an older format version stays readable. Columns are only added, as optional ones.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator
+from itertools import count
+from typing import Any
 
 from pyiceberg.partitioning import UNPARTITIONED_PARTITION_SPEC, PartitionField, PartitionSpec
-from pyiceberg.schema import Schema
+from pyiceberg.schema import Schema, assign_fresh_schema_ids
 from pyiceberg.table import Table
 from pyiceberg.transforms import IdentityTransform
-from pyiceberg.types import DoubleType, IcebergType, ListType, LongType, NestedField, StructType
+from pyiceberg.types import ListType, MapType, NestedField, StructType
 
 FORMAT_VERSION = 1
 FORMAT_VERSION_PROPERTY = "dlac.format-version"
@@ -17,22 +19,40 @@ LEDGER_UUID_PROPERTY = "dlac.ledger-uuid"
 """Property of a rebuilt table that has another uuid: the uuid of the lost one, which manifests name."""
 
 
-def _schema(columns: str, *, lists: Mapping[str, IcebergType] | None = None, required: str = "") -> Schema:
-    """Return the schema of columns that are written as in SQL. The place of a column is its field id: append only.
-
-    `lists` has the types of the columns of type `list`.
-    """
-    written = [column.split() for column in columns.split(",")]
-    return Schema(
-        *(
-            NestedField(field_id, name, lists[name] if lists and kind == "list" else kind, required=name == required)
-            for field_id, (name, kind) in enumerate(written, start=1)
-        )
-    )
+def _schema(columns: str, *, required: str = "") -> Schema:
+    """Return the schema of columns that are written as in SQL, with the field ids that a new table gets."""
+    made = Schema(*_fields(columns, count(1), required))
+    return assign_fresh_schema_ids(made)
 
 
-def _list_of(field_id: int, element: IcebergType) -> ListType:
-    return ListType(field_id, element, element_required=False)
+def _fields(columns: str, ids: Iterator[int], required: str = "") -> list[NestedField]:
+    named = [column.split(maxsplit=1) for column in _split(columns)]
+    return [NestedField(next(ids), name, _type(kind, ids), required=name == required) for name, kind in named]
+
+
+def _type(text: str, ids: Iterator[int]) -> Any:
+    """Return a type: `list<TYPE>`, `map<TYPE, TYPE>`, `struct<NAME TYPE, ...>`, or the name of a primitive one."""
+    kind, _, inner = text.strip().partition("<")
+    if kind == "struct":
+        return StructType(*_fields(inner[:-1], ids))
+    if kind == "list":
+        return ListType(next(ids), _type(inner[:-1], ids), element_required=False)
+    if kind == "map":
+        key, value = (_type(each, ids) for each in _split(inner[:-1]))
+        return MapType(next(ids), key, next(ids), value, value_required=False)
+    return kind
+
+
+def _split(columns: str) -> list[str]:
+    """Split at the commas outside of all brackets."""
+    found, depth = [""], 0
+    for each in columns:
+        depth += (each == "<") - (each == ">")
+        if each == "," and depth == 0:
+            found.append("")
+        else:
+            found[-1] += each
+    return found
 
 
 def _partitioned_by(schema: Schema, name: str) -> PartitionSpec:
@@ -50,11 +70,8 @@ PLANS = _schema(
 WORK_UNITS = _schema(
     """
     write_id string, unit long, file_path string, row_group int, first_row long, rows long, live_rows long, bytes long,
-    dead list
-    """,
-    lists={
-        "dead": _list_of(100, StructType(NestedField(101, "first", LongType()), NestedField(102, "rows", LongType())))
-    },
+    dead list<struct<first long, rows long>>
+    """
 )
 SLICES = _schema(
     """
@@ -65,17 +82,31 @@ SLICES = _schema(
 CONSUMPTION = _schema(
     """
     run string, seq long, kind string, attempt int, nonce string, checkpoint_id string, parent string, head_after string,
-    step long, leg int, committed_at timestamptz, world_size int, manifest_uri string, manifest_digest string,
-    model_digest string, applied_steps long, skipped_steps long, losses list, plan_id string, cut_id string, pass int,
-    key_group int, source int, block int, position_start long, position_end long, first_step long, last_step long,
-    rows_consumed long, rows_dead long, rows_quarantined long, token_start long, token_end long, applied boolean,
-    detail string, format_version int, rows_filtered long, filtered list, quarantined list
+    step long, leg int, committed_at timestamptz, format_version int, world_size int, manifest_uri string,
+    manifest_digest string, model_digest string, applied_steps long, skipped_steps long, losses list<double>,
+    plan_id string, cut_id string, pass int, key_group int, source int, block int, position_start long, position_end long,
+    first_step long, last_step long, rows_consumed long, rows_dead long, rows_filtered long, rows_quarantined long,
+    token_start long, token_end long, applied boolean, filtered list<long>,
+    quarantined list<long>, quarantine_reasons list<string>, reason string, name string, groups list<int>, leg_json string,
+    checkpoint struct<
+        bytes long, interval_s double, why string, total_steps long, adopted string, nodes list<string>,
+        rank_nodes list<struct<node string, ranks int>>,
+        phases map<string, double>
+    >,
+    claim struct<
+        replaces int, purpose string, origin string, host string, local string, store string, marks_commits boolean,
+        launch_folder string, rendezvous string, launched_by string, memory_of int, memory_step long, memory_ranks int,
+        memory_at double, memory_rows long, plan_ids list<string>, leg_plan_ids list<string>,
+        planned list<struct<table_uuid string, snapshot_id long>>
+    >,
+    quarantined_rows struct<path string, row_group int, rows long, positions list<long>>,
+    export struct<digest string, bytes long, file string, part string>,
+    verify struct<verification string, problem string>,
+    rewind struct<
+        left_checkpoint string, left_step long, why string, exclude list<struct<source int, where string>>
+    >,
+    fork struct<parent_run string, parent_checkpoint string, parent_step long>
     """,
-    lists={
-        "losses": _list_of(100, DoubleType()),
-        "filtered": _list_of(110, LongType()),
-        "quarantined": _list_of(111, LongType()),
-    },
     required="run",
 )
 RECOVERIES = _schema(

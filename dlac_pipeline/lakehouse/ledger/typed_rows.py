@@ -1,15 +1,15 @@
-"""Rows of the ledger: one frozen dataclass for each kind of row, parsed once when the table is read (`arrow_rows`).
+"""Rows of the ledger: one frozen dataclass for each kind of row, made when the table is read (`arrow_rows`).
 
-In: rows of the table `consumption`. Out: `LedgerRow`s, whose fields have the names of the columns, and of the keys of the JSON in
-the column `detail`. `to_columns` returns a row as the table has it. Times are UTC, names that end in `_s` are seconds.
+In: rows of the table `consumption`. Out: `LedgerRow`s. A field is a column of the same name, or a field of the struct column of
+the row's kind. `to_columns` returns a row as the table has it. Times are UTC, names that end in `_s` are seconds.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import Field, asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from dlac_pipeline.lakehouse.errors import LedgerError
 
@@ -17,50 +17,24 @@ Columns = dict[str, Any]
 """One row of the table `consumption`, by column."""
 Purpose = Literal["adopts", "rewinds", "forks"]
 """Purpose of a claim whose attempt trains nothing."""
-_PURPOSES: tuple[Purpose, ...] = ("adopts", "rewinds", "forks")
 KINDS: "dict[str, type[LedgerRow]]" = {}
 """Kind in the table -> its class. The empty kind is that of `OtherRow`."""
 _NOT_COMMITTED = datetime.fromtimestamp(0, UTC)
-_FIELDS = {"pass": "pass_index", "quarantined": ""}
-"""Columns whose fields have other names, or none. The positions in `quarantined` are those of the reasons in `detail`."""
-_KEYS = {"left": "from", "left_step": "from_step"}
-_KEYS |= {"parent_run": "run", "parent_checkpoint": "checkpoint_id", "parent_step": "step"}
-_LEFT_OUT = ("manifest_uri", "manifest_digest", "model_digest", "committed_at", "format_version", "run")
-"""Columns that only the commit of a row decides. Manifests leave them out."""
-_SET_BY_COMMIT = (*_LEFT_OUT, "seq", "attempt", "nonce", "head_after")
-"""Columns of which a row has no value before its commit."""
-_EMPTY: tuple[object, ...] = (None, "", (), [], {})
 
 
-class _Parsed:
-    """A row that was read. The JSON in its column `detail` is parsed when a field of it is read for the first time.
+def _listed(of: Callable[..., object]) -> Any:
+    """Return a field that is a list of structs in the table, each of which is read as the arguments of `of`.
 
-    Most readers need no such field, and a damaged `detail` concerns only those that do.
+    An empty list is not a null, because pyiceberg reads the null as an empty list.
     """
-
-    __slots__ = ("_text",)
-    _text: str | None
-
-    if not TYPE_CHECKING:  # a type checker would take any name for an attribute
-
-        def __getattr__(self, name: str) -> Any:
-            """Set the fields of `detail`, none of which is set before. Return the value of one."""
-            kind = type(self)
-            if name not in details_of(kind):
-                raise AttributeError(f"{kind.__name__!r} object has no attribute {name!r}")
-            values = self._parse()
-            for each, default in details_of(kind).items():
-                getattr(kind, each).__set__(self, values.get(each, default))
-            return object.__getattribute__(self, name)
+    return field(default=(), metadata={"read": lambda found: [of(**each) for each in found] or ()})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LedgerRow(_Parsed):
+class LedgerRow:
     """Common part of all rows. The commit of a row sets these fields."""
 
     kind: ClassVar[str] = ""
-    older_kinds: ClassVar[tuple[str, ...]] = ()
-    """Other kinds that older versions wrote for such rows."""
     run: str = ""
     seq: int = 0
     """Number of the append in its run, from 1. Rows of one append have the same number. 0: not committed."""
@@ -69,8 +43,6 @@ class LedgerRow(_Parsed):
     head_after: str | None = None
     committed_at: datetime = _NOT_COMMITTED
     format_version: int = 0
-    more: Mapping[str, Any] = field(default_factory=dict)
-    """Values in `detail` that this version does not know."""
 
     def __init_subclass__(cls, kind: str | None = None) -> None:
         cls.kind = cls.kind if kind is None else kind
@@ -78,31 +50,23 @@ class LedgerRow(_Parsed):
 
     def to_columns(self) -> Columns:
         """Return the row as the table has it."""
-        text: str | None = getattr(self, "_text", None)
-        if text is None and (detail := {**self._to_detail(), **self.more}):
-            text = json.dumps(detail, sort_keys=True, separators=(",", ":"), default=asdict)
-        values = {column: getattr(self, name) for column, name in columns_of(type(self)).items()}
-        return {"kind": self.kind, **values, "detail": text}
+        columns: Columns = {"kind": self.kind}
+        for each in columns_of(type(self)):
+            value = _to_arrow(getattr(self, each.name))
+            if each.inner is None:
+                columns[each.column] = value
+            elif value not in (None, "", {}) and (value != [] or each.read is not None):
+                columns.setdefault(each.column, {})[each.inner] = value
+        return columns
 
-    def _to_detail(self) -> dict[str, Any]:
-        values = {_KEYS.get(name, name): getattr(self, name) for name in details_of(type(self)) if name != "more"}
-        return {key: value for key, value in values.items() if value not in _EMPTY}
 
-    def _parse(self) -> dict[str, Any]:
-        text: str | None = getattr(self, "_text", None)
-        try:
-            detail = {} if text is None else dict(json.loads(text))
-            return {**self._from_detail(detail), "more": detail}
-        except (ValueError, KeyError, TypeError, AttributeError) as err:
-            raise LedgerError(
-                f"expected JSON in the column detail of a row of kind {self.kind!r} of run {self.run!r} at seq {self.seq}, "
-                f"found {text!r:.200} ({type(err).__name__}: {err}): restore the ledger table"
-            ) from err
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeRanks:
+    """Consecutive ranks on one node."""
 
-    @classmethod
-    def _from_detail(cls, detail: dict[str, Any]) -> dict[str, Any]:
-        """Take the known values out of the content of `detail`, and return them by the names of their fields."""
-        return _take(cls, detail)
+    node: str
+    ranks: int
+    """Number of the ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,11 +88,11 @@ class CheckpointRow(LedgerRow, kind="checkpoint"):
     """Global loss of each step since the parent."""
     bytes: int | None = None
     """Size of its files. None in rows that do not record it."""
-    phases: Mapping[str, float] = field(default_factory=dict)
+    phases: Mapping[str, float] = field(default_factory=dict, metadata={"read": dict})
     """Seconds of each phase, of the slowest rank. Without the commit itself."""
     nodes: Sequence[str] = ()
     """Nodes with local copies. Only the first checkpoint of an attempt records them."""
-    rank_nodes: Sequence[tuple[str, int]] = ()
+    rank_nodes: Sequence[NodeRanks] = _listed(NodeRanks)
     """Nodes of the ranks in order, each with its number of ranks. Only the first checkpoint of an attempt records them."""
     reason: str | None = None
     interval_s: float | None = None
@@ -155,7 +119,7 @@ class AdvanceRow(LedgerRow, kind="advance"):
     plan_id: str = ""
     cut_id: str = ""
     source: int = 0
-    pass_index: int = 0
+    pass_index: int = field(default=0, metadata={"column": "pass"})
     key_group: int = 0
     block: int = 0
     position_start: int = 0
@@ -168,8 +132,10 @@ class AdvanceRow(LedgerRow, kind="advance"):
     token_end: int | None = None
     filtered: Sequence[int] = ()
     """Positions that the transform left out."""
-    quarantined: tuple[tuple[int, str], ...] = ()
-    """Positions of rows that were rejected, and why."""
+    quarantined: Sequence[int] = ()
+    """Positions of rows that were rejected."""
+    quarantine_reasons: Sequence[str] = ()
+    """Why each of them was rejected."""
 
     @property
     def rows_dead(self) -> int:
@@ -180,18 +146,13 @@ class AdvanceRow(LedgerRow, kind="advance"):
     def to_columns(self) -> Columns:
         """Return the row as the table has it."""
         columns = LedgerRow.to_columns(self)
-        positions = [position for position, _ in self.quarantined]
         return {
             **columns,
             "rows_dead": self.rows_dead,
             "rows_filtered": len(self.filtered),
-            "rows_quarantined": len(positions),
-            "filtered": list(self.filtered) or None,
-            "quarantined": positions or None,
+            "rows_quarantined": len(self.quarantined),
+            **{name: columns[name] or None for name in ("filtered", "quarantined", "quarantine_reasons")},
         }
-
-    def _to_detail(self) -> dict[str, Any]:
-        return {"quarantined": dict(self.quarantined)} if self.quarantined else {}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -210,8 +171,8 @@ class ClaimRow(LedgerRow, kind="claim"):
     """The attempt that was current before."""
     purpose: Purpose | None = None
     """Purpose of an attempt that trains nothing. None: it trains."""
-    origin: Any = None
-    """The adopted place, the id of the checkpoint to rewind to, or the forked run with its checkpoint and step."""
+    origin: str | None = None
+    """The adopted place, the id of the checkpoint to rewind to, or that of the forked one."""
     host: str = ""
     """Node that claimed the run."""
     local: str = ""
@@ -238,24 +199,12 @@ class ClaimRow(LedgerRow, kind="claim"):
     """The newest plan of each source."""
     leg_plan_ids: Sequence[str] = ()
     """All plans of the leg."""
-    planned: Sequence[PlannedSnapshot] = ()
+    planned: Sequence[PlannedSnapshot] = _listed(PlannedSnapshot)
 
     @property
     def trains(self) -> bool:
         """False if the attempt only adopts, rewinds or forks. Such an attempt neither makes progress nor fails."""
         return self.purpose is None
-
-    def _to_detail(self) -> dict[str, Any]:
-        found = LedgerRow._to_detail(self)
-        purpose, origin = found.pop("purpose", None), found.pop("origin", None)
-        if not self.memory_of:
-            found = {key: value for key, value in found.items() if not key.startswith("memory_")}
-        return found if purpose is None else {purpose: origin, **found}
-
-    @classmethod
-    def _from_detail(cls, detail: dict[str, Any]) -> dict[str, Any]:
-        purpose = next((each for each in _PURPOSES if each in detail), None)
-        return {"purpose": purpose, "origin": detail.pop(purpose or "", None), **_take(cls, detail)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -266,10 +215,19 @@ class LegRow(LedgerRow, kind="leg"):
     leg: int = 0
     step: int = 0
 
+    leg_json: str = "{}"
+    """The leg as its manifest has it: a document with a version of its own."""
+
     @property
     def record(self) -> Mapping[str, Any]:
-        """The leg, as `Leg.from_record` reads it: the content of `detail`."""
-        return self.more
+        """The leg, as `Leg.from_record` reads it. Raises `LedgerError` if it is damaged."""
+        try:
+            return dict(json.loads(self.leg_json))
+        except (ValueError, TypeError) as err:
+            raise LedgerError(
+                f"expected a leg in the column leg_json of run {self.run!r} at seq {self.seq}, found {self.leg_json!r:.200} "
+                f"({type(err).__name__}: {err}): restore the ledger table"
+            ) from err
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -282,12 +240,8 @@ class QuarantinedCheckpointRow(LedgerRow, kind="quarantine"):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuarantinedRowsRow(LedgerRow, kind="quarantined_rows"):
-    """Rows that a new leg leaves out: a row group that does not decode, or rows at which ranks died.
+    """Rows that a new leg leaves out: a row group that does not decode, or rows at which ranks died."""
 
-    Older versions wrote them with the kind of damaged checkpoints, without a checkpoint.
-    """
-
-    older_kinds: ClassVar[tuple[str, ...]] = ("quarantine",)
     leg: int = 0
     source: int = 0
     path: str = ""
@@ -361,9 +315,10 @@ class RewindRow(LedgerRow, kind="rewind"):
     checkpoint_id: str | None = None
     """The new head. None: the run is at its beginning."""
     step: int = 0
-    left: str | None = None
+    left_checkpoint: str | None = None
+    """The head before."""
     left_step: int = 0
-    exclude: Sequence[Exclusion] = ()
+    exclude: Sequence[Exclusion] = _listed(Exclusion)
     why: str = ""
 
 
@@ -388,65 +343,69 @@ class FinishRow(LedgerRow, kind="finish"):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OtherRow(LedgerRow):
-    """A row of a kind that this version does not know. Its columns are in `more`."""
+    """A row of a kind that this version does not know."""
+
+    columns: Columns = field(default_factory=dict)
+    """All its columns."""
 
     def to_columns(self) -> Columns:
         """Return the row as the table has it."""
-        return dict(self.more)
+        return dict(self.columns)
 
 
 HEAD_KINDS = tuple(kind for kind in KINDS.values() if kind not in (AdvanceRow, OtherRow))
 """Every kind but advances: the state of a run, without its consumption."""
-_READERS: dict[str, Callable[[Any], object]] = {
-    "quarantined": lambda reasons: tuple((int(position), reason) for position, reason in reasons.items()),
-    "rank_nodes": lambda each: [(node, ranks) for node, ranks in each],
-    "planned": lambda each: [PlannedSnapshot(**snapshot) for snapshot in each],
-    "exclude": lambda each: [Exclusion(**exclusion) for exclusion in each],
-}
-"""Fields that JSON has in another form -> their value from it."""
 
 
-def repeatable(rows: Iterable[LedgerRow]) -> list[Columns]:
-    """Return rows as a manifest repeats them. Rows that are not committed have no value that the commit decides."""
-    columns = ((row.to_columns(), _LEFT_OUT if row.seq else _SET_BY_COMMIT) for row in rows)
-    return [{name: each[name] for name in each if each[name] is not None and name not in out} for each, out in columns]
+class ColumnOf(NamedTuple):
+    """The place of a field in the table."""
+
+    name: str
+    """Name of the field."""
+    column: str
+    inner: str | None
+    """Field of a struct column, or None: the whole column."""
+    default: Any
+    read: Callable[[Any], Any] | None
+    """Conversion of a value that Arrow has in another form."""
 
 
-def names_of_kinds(kinds: Sequence[type[LedgerRow]]) -> list[str]:
-    """Return the kinds in the table that rows of these classes may have."""
-    return list(dict.fromkeys(name for each in kinds for name in (each.kind, *each.older_kinds)))
-
-
-DEFAULTS: dict[type[LedgerRow], dict[str, Any]] = {
-    kind: {each.name: getattr(kind(), each.name) for each in fields(kind)} for kind in KINDS.values()
-}
-"""Class -> field -> its default value."""
+def columns_of(kind: type[LedgerRow]) -> list[ColumnOf]:
+    """Return the places of a class's fields: a column of their name, or the struct column of the kind."""
+    return _columns()[kind]
 
 
 @cache
-def _layouts() -> dict[type[LedgerRow], tuple[dict[str, str], dict[str, Any]]]:
+def _columns() -> dict[type[LedgerRow], list[ColumnOf]]:
     # It takes long to import, and `dlac --help` needs no row.
     from dlac_pipeline.lakehouse.ledger.schemas import CONSUMPTION
 
-    names = {column: _FIELDS.get(column, column) for column in CONSUMPTION.column_names}
-    found = {}
-    for kind, defaults in DEFAULTS.items():
-        columns = {column: name for column, name in names.items() if name in defaults}
-        found[kind] = columns, {name: defaults[name] for name in defaults if name not in columns.values()}
-    return found
+    known = {each.name for each in CONSUMPTION.fields}
+    return {kind: [_place_of(each, kind, known) for each in fields(kind)] for kind in KINDS.values()}
 
 
-def columns_of(kind: type[LedgerRow]) -> dict[str, str]:
-    """Return column -> field, of those columns that are fields of a class."""
-    return _layouts()[kind][0]
+def _place_of(each: Field[Any], kind: type[LedgerRow], known: Collection[str]) -> ColumnOf:
+    column: str = each.metadata.get("column", each.name)
+    outer, inner = (column, None) if column in known else (kind.kind, each.name)
+    default, read = getattr(kind(), each.name), each.metadata.get("read")
+    return ColumnOf(name=each.name, column=outer, inner=inner, default=default, read=read)
 
 
-def details_of(kind: type[LedgerRow]) -> dict[str, Any]:
-    """Return field -> its default value, of the fields that `detail` has."""
-    return _layouts()[kind][1]
+def repeatable(rows: Iterable[LedgerRow]) -> list[Columns]:
+    """Return rows as a manifest repeats them, without values that only the commit of a row decides."""
+    return [_repeatable(row) for row in rows]
 
 
-def _take(kind: type[LedgerRow], detail: dict[str, Any]) -> dict[str, Any]:
-    """Remove the fields of a class from the content of `detail`. Return those that it has."""
-    found = {name: detail.pop(key) for name in details_of(kind) if (key := _KEYS.get(name, name)) in detail}
-    return {name: _READERS[name](value) if name in _READERS else value for name, value in found.items()}
+def _repeatable(row: LedgerRow) -> Columns:
+    set_by_manifest = {"run", "committed_at", "format_version", "manifest_uri", "manifest_digest", "model_digest"}
+    left_out = set_by_manifest if row.seq else set_by_manifest | {each.name for each in fields(LedgerRow)}
+    return {name: value for name, value in row.to_columns().items() if value is not None and name not in left_out}
+
+
+def _to_arrow(value: Any) -> Any:
+    """Return the value of a field as Arrow accepts it."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, list | tuple):
+        return [asdict(each) if hasattr(each, "__dataclass_fields__") else each for each in value]
+    return value

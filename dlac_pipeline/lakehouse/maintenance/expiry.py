@@ -7,6 +7,7 @@ or a tag stay. Expiry deletes no file: see dlac_pipeline/lakehouse/maintenance/u
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pyarrow as pa
 from pyiceberg.table import Table, Transaction
 from pyiceberg.table.metadata import TableMetadata
 from pyiceberg.table.update import TableUpdate
@@ -14,6 +15,7 @@ from pyiceberg.table.update.snapshot import ExpireSnapshots
 
 from dlac_pipeline.lakehouse.config import KEEP_SNAPSHOTS
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, reachable
+from dlac_pipeline.lakehouse.iceberg.own_rows import write_small
 from dlac_pipeline.lakehouse.retrying import as_commit_conflict, retrying
 
 UPKEEP_OF_SNAPSHOT = "dlac.upkeep"
@@ -39,11 +41,17 @@ class LeanTransaction(Transaction):
             self._known = (base, updates, super().table_metadata)
         return self._known[2]
 
+    def append_small(self, rows: pa.Table, *, snapshot_properties: dict[str, str]) -> None:
+        """Append a few rows of one run as one small file."""
+        with self.update_snapshot(snapshot_properties=snapshot_properties).merge_append() as append:
+            append.append_data_file(write_small(self._table, rows))
+
 
 @contextmanager
-def committing(lakehouse: Lakehouse, table: Table) -> Iterator[Transaction]:
+def committing(lakehouse: Lakehouse, table: Table) -> Iterator[LeanTransaction]:
     """Yield a transaction that expires snapshots and commits. Raises `CatalogUnreachable` or `CommitConflict`."""
-    with reachable(lakehouse.config.uri), as_commit_conflict(), LeanTransaction(table) as transaction:
+    transaction = LeanTransaction(table)
+    with reachable(lakehouse.config.uri), as_commit_conflict(), transaction:
         yield transaction
         expire_in(transaction)
 

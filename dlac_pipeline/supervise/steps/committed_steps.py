@@ -157,7 +157,7 @@ class CommittedSteps:
         """Return the node of each rank of an attempt. Empty: the ledger does not have them."""
         known = (each for each in self._checkpoints.values() if each.attempt == attempt and each.rank_nodes)
         first = next(known, None)
-        return [node for node, ranks in first.rank_nodes for _ in range(ranks)] if first else []
+        return [each.node for each in first.rank_nodes for _ in range(each.ranks)] if first else []
 
 
 def start_of(leg: Leg) -> ReaderState:

@@ -1,4 +1,4 @@
-"""Lakehouses of earlier formats (tests/lakehouses/) are read, audited, rehearsed and trained on by the current code."""
+"""A kept lakehouse of each format version (tests/lakehouses/) is read, audited, rehearsed and trained on by the current code."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.integration.test_cli import dlac
 from tests.lakehouses.write import launched_spec, specs
 
 ARCHIVES = sorted((Path(__file__).parents[1] / "lakehouses").glob("*.tar.xz"))
-assert ARCHIVES, "the lakehouses of earlier formats belong to the checkout"
+assert ARCHIVES, "the kept lakehouses belong to the checkout"
 RUNS = {"launched", "forked", "mixed", "packed", "transformed", "followed"}
 
 
@@ -41,7 +41,7 @@ def arena(home: Path, monkeypatch: pytest.MonkeyPatch) -> Arena:
     return Arena(home, monkeypatch)
 
 
-def test_older_runs_are_listed_and_exact(arena: Arena) -> None:
+def test_kept_runs_are_exact(arena: Arena) -> None:
     """Every run is found, its audit is exact, its kept checkpoints are whole, and the killed rank's recovery is recorded."""
     assert {each["run"] for each in list_runs(arena.lakehouse)} == RUNS
     for run in RUNS:
@@ -75,8 +75,8 @@ def test_own_rows_equal_pyiceberg_rows(arena: Arena) -> None:
             assert (found.num_rows > 0) == (row_filter != equals("run", "none") and name != "row_keys")
 
 
-def test_older_sql_views_answer(home: Path) -> None:
-    """`dlac sql` shows the checkpoints of the surviving lineage. `dlac checkpoint identify` recognizes the export."""
+def test_kept_views_answer(home: Path) -> None:
+    """`dlac sql` shows the checkpoints of the surviving lineage. `dlac identify` recognizes the export."""
     lineage = dlac("sql", "SELECT step FROM lineage WHERE run = 'launched' ORDER BY step", "--json", home=home)
     assert lineage.returncode == 0, lineage.stderr
     assert [row["step"] for row in json.loads(lineage.stdout)] == [5, 10, 15]
@@ -86,7 +86,7 @@ def test_older_sql_views_answer(home: Path) -> None:
 
 
 @pytest.mark.slow
-def test_older_checkpoint_is_rehearsed(home: Path) -> None:
+def test_kept_checkpoint_is_rehearsed(home: Path) -> None:
     """The steps after a checkpoint have the recorded losses, up to differences between processors."""
     done = dlac("rehearse", "launched", "--json", home=home)
     assert done.stdout, done.stderr
@@ -99,7 +99,7 @@ def test_older_checkpoint_is_rehearsed(home: Path) -> None:
 @pytest.mark.parametrize(
     "run", ["mixed", "packed", *(pytest.param(run, marks=pytest.mark.soak) for run in ("transformed", "followed"))]
 )
-def test_older_run_resumes_exactly(home: Path, run: str) -> None:
+def test_kept_run_resumes_exactly(home: Path, run: str) -> None:
     """Each run resumes after its last checkpoint, reaches its end, and is exact. `followed` has new rows to read."""
     shop = Workshop(home)
     before = {row.checkpoint_id for row in Ledger(shop.lakehouse).rows(run, kinds=(CheckpointRow,))}
@@ -112,7 +112,7 @@ def test_older_run_resumes_exactly(home: Path, run: str) -> None:
     assert next(row.parent for row in rows if row.checkpoint_id not in before) in before
 
 
-def test_older_launched_run_resumes_exactly(arena: Arena) -> None:
+def test_kept_launch_resumes_exactly(arena: Arena) -> None:
     """Two ranks train the rewound run to its end, without the rows that the rewind excluded."""
     launch = arena.launch(launched_spec(arena))
     try:
