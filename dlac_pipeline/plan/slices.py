@@ -1,6 +1,7 @@
 """Slices of the passes that a run enters: computed from the cut of a pass, written before a row of the ledger names the cut."""
 
 import json
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -22,13 +23,14 @@ class SliceWriter:
         self._order = order
         self._cut_ids: dict[tuple[int, int], str] = {}
 
-    def write(self, source: int, pass_index: int) -> str:
-        """Write the slices of a pass. Return the id of its cut, for rows that are committed afterwards."""
-        if (source, pass_index) not in self._cut_ids:
-            order = self._order.sources[source]
-            plan_id, cut = order.open_cut_of(pass_index).plan_id, order.cut_of(pass_index)
-            self._cut_ids[source, pass_index] = write_cut(self._lakehouse, plan_id, cut)
-        return self._cut_ids[source, pass_index]
+    def write(self, passes: Iterable[tuple[int, int]]) -> Mapping[tuple[int, int], str]:
+        """Write the slices of passes, by source and pass. Return the id of each cut, for rows that are committed afterwards."""
+        for source, pass_index in passes:
+            if (source, pass_index) not in self._cut_ids:
+                order = self._order.sources[source]
+                plan_id, cut = order.open_cut_of(pass_index).plan_id, order.cut_of(pass_index)
+                self._cut_ids[source, pass_index] = write_cut(self._lakehouse, plan_id, cut)
+        return self._cut_ids
 
 
 def write_cut(lakehouse: Lakehouse, plan_id: str, cut: PassCut) -> str:

@@ -61,7 +61,8 @@ class Committer:
         self._rows_since: list[typed_rows.Columns] = []
         """The run's ledger rows after the parent's."""
         self._ledger = Ledger(lakehouse)
-        self._maker = RowMaker(trained.leg, trained.order, SliceWriter(lakehouse, trained.order))
+        self._maker = RowMaker(trained.leg, trained.order)
+        self._slices = SliceWriter(lakehouse, trained.order)
         self._settings = spec.checkpoint
         self._config_digest = config_digest(spec)
         self._tiers = tiers
@@ -115,8 +116,10 @@ class Committer:
             checkpoint = replace(checkpoint, nodes=holders, rank_nodes=nodes_of_ranks(votes))
         assert self._retention is not None, "made before the first commit"
         retired = self._retention.due(checkpoint_id, taken.step, parent)
+        # before the rows that name them
+        cut_ids = self._slices.write((row.source, row.pass_index) for row in advances)
         rows = [
-            *self._maker.rows(checkpoint, advances, leg_is_new=self._leg_is_new),
+            *self._maker.rows(checkpoint, advances, cut_ids, leg_is_new=self._leg_is_new),
             *self._maker.memberships(taken, checkpoint_id),
             *self._damaged,
             *(typed_rows.RetireRow(checkpoint_id=each) for each in retired),

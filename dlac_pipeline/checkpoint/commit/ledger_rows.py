@@ -1,6 +1,6 @@
 """The ledger rows and the reader state of a checkpoint, from the votes of the ranks. All ranks, and the order, must agree."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -17,7 +17,6 @@ from dlac_pipeline.lakehouse.ledger.typed_rows import (
 )
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.order import LegOrder
-from dlac_pipeline.plan.slices import SliceWriter
 from dlac_pipeline.track.tracker import ReaderStateTracker
 
 Vote = dict[str, Any]
@@ -49,10 +48,9 @@ class AttemptLeg:
 class RowMaker:
     """Maker of the rows of one attempt's checkpoints. `order` is used here only, because rows may be made in the background."""
 
-    def __init__(self, leg: Leg, order: LegOrder, slices: SliceWriter) -> None:
+    def __init__(self, leg: Leg, order: LegOrder) -> None:
         self._leg = leg
         self._order = order
-        self._slices = slices
 
     def checkpoint(self, taken: ReaderStateTracker, **facts: Any) -> CheckpointRow:
         """Return the checkpoint's own row, with further fields from `facts`."""
@@ -73,8 +71,15 @@ class RowMaker:
             for step, groups in taken.memberships
         ]
 
-    def rows(self, checkpoint: CheckpointRow, advances: Sequence[AdvanceRow], *, leg_is_new: bool) -> list[LedgerRow]:
-        """Return the other rows of the checkpoint: the leg's if it is new, and the advances, whose slices are written."""
+    def rows(
+        self,
+        checkpoint: CheckpointRow,
+        advances: Sequence[AdvanceRow],
+        cut_ids: Mapping[tuple[int, int], str],
+        *,
+        leg_is_new: bool,
+    ) -> list[LedgerRow]:
+        """Return the other rows of the checkpoint: the leg's if it is new, and the advances. `cut_ids`: by source and pass."""
         rows: list[LedgerRow] = self._leg_rows(checkpoint.checkpoint_id) if leg_is_new else []
         return rows + [
             replace(
@@ -83,7 +88,7 @@ class RowMaker:
                 leg=checkpoint.leg,
                 step=checkpoint.step,
                 plan_id=self._order.sources[advance.source].open_cut_of(advance.pass_index).live_plan_id,
-                cut_id=self._slices.write(advance.source, advance.pass_index),
+                cut_id=cut_ids[advance.source, advance.pass_index],
             )
             for advance in advances
         ]
