@@ -58,7 +58,7 @@ class Manifest:
     ledger_rows: list[dict[str, Any]]
     """The run's ledger rows since the parent's checkpoint, and this one's, without what only the commit decides."""
     config_digest: str = ""
-    """Digest of the training settings and the script (`config_digest`). Empty in older manifests."""
+    """Digest of what the model is trained with (`config_digest`)."""
     format_version: int = FORMAT_VERSION
 
     @property
@@ -75,8 +75,6 @@ class Manifest:
 def config_digest(spec: JobSpec) -> str:
     """BLAKE3 of the spec's training sections and of the script with its arguments, as hex."""
     config = spec.model_dump(mode="json", include=_TRAINING)
-    for source in (config["source"], *config["mixture"]):
-        source["row_filter"] = source["row_filter"] or ""  # as earlier versions wrote a missing filter
     config |= {"script": None, "args": spec.launch.args}
     with suppress(OSError):  # as when another launcher was given another script
         config["script"] = blake3(Path(spec.launch.script).read_bytes()).hexdigest()

@@ -34,7 +34,6 @@ def rng_state() -> dict[str, Any]:
         "python": [version, list(internal), gauss],
         "numpy": [str(name), numpy_keys, int(position), int(has_gauss), float(cached)],
         "torch": torch.get_rng_state(),
-        "cuda": [],  # expected by DLAC 0.1, whichever accelerator there is
         **({devices[0].type: states} if states else {}),
     }
 

@@ -119,7 +119,7 @@ def _holds_of(run: str) -> str:
 def _release_parent(ledger: Ledger, run: str, parent_run: str) -> None:
     """Remove every name that keeps a parent's checkpoint for `run`, which exists now, also names of killed or late forks."""
     for name in names_of(ledger.rows(parent_run, kinds=(NameRow,))):
-        if _holds_of(run) in (name, name.rpartition(":")[0]):  # names of older versions have no nonce
+        if name.rpartition(":")[0] == _holds_of(run):
             with suppress(errors.NoSuchCheckpoint):  # its owner removed it
                 unname_checkpoint(ledger, parent_run, name)
 

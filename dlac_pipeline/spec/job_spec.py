@@ -517,14 +517,9 @@ def parse_spec(raw: dict[str, Any], *, origin: str) -> JobSpec:
 
 
 def parse_recorded(raw: Any, *, origin: str) -> JobSpec:
-    """Parse a spec that DLAC recorded: earlier versions wrote a missing filter as an empty text. Raises as `parse_spec`."""
+    """Parse a spec that DLAC recorded, in a file that may be damaged. Raises as `parse_spec`."""
     if not isinstance(raw, dict):
         raise SpecInvalid(f"expected a table of settings in {origin}, found {type(raw).__name__}")
-    mixture = raw.get("mixture")
-    sources = [raw.get("source"), *(mixture if isinstance(mixture, list) else [])]
-    for source in sources:
-        if isinstance(source, dict) and source.get("row_filter") == "":
-            source["row_filter"] = None
     return parse_spec(raw, origin=origin)
 
 

@@ -117,19 +117,6 @@ def test_catalog_copy_with_shared_tables_is_refused(tmp_path: Path) -> None:
         connect(LakehouseConfig(uri=f"sqlite:///{tmp_path}/b/catalog.db", warehouse=warehouse))
 
 
-def test_older_lakehouse_is_moved(trained: Arena, tmp_path: Path) -> None:
-    """A lakehouse of a DLAC that did not record its place is recognised by the paths in its tables."""
-    import sqlite3
-
-    with sqlite3.connect(trained.home / "catalog.db") as database:
-        database.execute("DELETE FROM iceberg_namespace_properties WHERE property_key LIKE 'dlac.%'")
-    database.close()
-    trained.home.rename(tmp_path / "moved")
-    lakehouse = connect(LakehouseConfig().at_home(tmp_path / "moved"), create=False)
-    assert audit_run(lakehouse, "r").exact is not None
-    assert not trained.home.exists()
-
-
 @pytest.mark.parametrize(
     "name",
     [

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import struct
 from pathlib import Path
 
 import pytest
@@ -76,11 +75,3 @@ def test_spent_time_is_read_back(tmp_path: Path, in_hand: int, doing: str) -> No
     found = read_heartbeat(tmp_path, 0)
     assert found is not None
     assert (found.spent, found.doing) == (spent, doing)
-
-
-def test_older_record_is_read(tmp_path: Path) -> None:
-    """Fields that the record lacks are unknown."""
-    progress_file(tmp_path, 0).write_bytes(struct.pack("<qqdqd", 7, Phase.TRAINING, 1.0, 6, 0.25))
-    found = read_heartbeat(tmp_path, 0)
-    assert found is not None
-    assert (found.step, found.loss, found.spent, found.doing) == (7, 0.25, Spent(), "training")

@@ -117,7 +117,7 @@ def test_preempted_attempt_did_not_fail() -> None:
 
 
 def test_cost_is_read_from_row() -> None:
-    """A checkpoint costs its stall, and a synchronous one its whole duration. Rows of older versions have no cost."""
+    """A checkpoint costs its stall, and a synchronous one its whole duration."""
     assert Cost.of_rows([row("checkpoint", 1, 0)]) is None
     asynchronous = row(
         "checkpoint",

@@ -77,14 +77,6 @@ def test_wrong_value_is_named(raw: dict[str, Any], message: str) -> None:
     assert str(caught.value).startswith("'job.toml' is not a valid job spec:")
 
 
-def test_recorded_blank_filter_is_none() -> None:
-    """An empty filter text in a spec that version 0.1 recorded means no filter. Users cannot write it."""
-    recorded = with_values("source", row_filter="")
-    with pytest.raises(SpecInvalid, match="found the blank ''"):
-        parse_spec(recorded, origin="test")
-    assert parse_recorded(recorded, origin="test").source.row_filter is None
-
-
 @pytest.mark.parametrize("blank", ["", " ", "\t\n"])
 @pytest.mark.parametrize("where", ["source", "mixture"])
 @pytest.mark.parametrize("setting", ["row_filter", "exclude"])

@@ -81,7 +81,7 @@ class Recorded:
     ledger_metadata: str | None = None
     """Location of the ledger's metadata. None: the catalog has no lakehouse of DLAC's."""
     catalog_file: str | None = None
-    """The catalog's file when it was made. None: an older DLAC made it."""
+    """The catalog's file when it was made. None: the catalog may only be read."""
 
 
 def read_recorded(file: Path, config: LakehouseConfig) -> Recorded:
@@ -130,9 +130,7 @@ def find_relocation(config: LakehouseConfig, recorded: Recorded) -> Relocation:
     if below is None:
         return Relocation()
     before, file = path[: below.start()], file.resolve()
-    # an older DLAC recorded no place of its catalog: it was made beside the warehouse, if it is beside it now
-    beside = Path(warehouse).parent == file.parent and Path(warehouse).name == Path(before).name
-    made_at = Path(recorded.catalog_file or (Path(before).parent / file.name if beside else file))
+    made_at = Path(recorded.catalog_file or file)
     current = Path(f"{warehouse}{below.group()}")
     # the catalog may be an older backup
     found_here = current.exists() or (current.parent.is_dir() and not Path(path).exists())

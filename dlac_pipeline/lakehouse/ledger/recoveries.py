@@ -40,12 +40,12 @@ class Recovery:
     """Rows that were read again: of steps that a rank had finished, and of abandoned checkpoints."""
     detect_s: float
     """From the last heartbeat to the notice."""
-    schedule_s: float | None = 0.0
-    """From a sensor's notice to the new launch. 0: the supervisor itself recovers. None: a row of an older version."""
+    schedule_s: float = 0.0
+    """From a sensor's notice to the new launch. 0: the supervisor itself recovers."""
     stop_s: float = 0.0
     claim_s: float = 0.0
     verify_s: float = 0.0
-    convert_s: float | None = 0.0
+    convert_s: float = 0.0
     """Until the state was converted to another number of ranks, before the load."""
     load_s: float = 0.0
     """Seconds until all ranks have their state, with the rest of their start."""
@@ -55,7 +55,7 @@ class Recovery:
     """One of: resumed, failed again (before its first step), gave up (no attempt followed), rejoined (a process group in
     the same attempt)."""
     format_version: int = FORMAT_VERSION
-    work_lost_s: float | None = 0.0
+    work_lost_s: float = 0.0
     """Training of the failed attempt that is not in any checkpoint."""
 
     @property

@@ -1,6 +1,6 @@
 """Schemas of DLAC's tables and the version of everything that is persisted.
 
-Promise: a table or manifest of an older format version stays readable. Columns are only added, as optional ones.
+Promise: tables and manifests of version 1 stay readable. Columns, and fields of structs, are only added, as optional ones.
 """
 
 from collections.abc import Iterator

@@ -13,9 +13,7 @@ from pathlib import Path
 
 from dlac_pipeline.elastic.ranks.launch_folder import in_hand_file, progress_file, ranks_with_progress
 
-_FIRST = struct.Struct("<qqdqd")
-"""Fields that every version writes. Later fields follow them."""
-_RECORD = struct.Struct(_FIRST.format + "qqqqqqqqd")
+_RECORD = struct.Struct("<qqdqdqqqqqqqqd")
 
 
 class Phase(IntEnum):
@@ -136,11 +134,8 @@ def write_record(folder: Path, rank: int, raw: bytes, *, later_s: float) -> None
 def read_heartbeat(folder: Path, rank: int) -> RankHeartbeat | None:
     """Return the rank's last record, or None if it wrote none."""
     raw = read_record(folder, rank)
-    if len(raw) < _FIRST.size:
+    if len(raw) < _RECORD.size:
         return None
-    if len(raw) < _RECORD.size:  # a record of an older version
-        step, phase, at, loss_step, loss = _FIRST.unpack(raw[: _FIRST.size])
-        return RankHeartbeat(step, Phase(phase), at, loss_step, loss)
     step, phase, at, loss_step, loss, *spent = _RECORD.unpack(raw[: _RECORD.size])
     return RankHeartbeat(step, Phase(phase), at, loss_step, loss, Spent(**dict(zip(_SPENT, spent, strict=True))))
 
