@@ -58,7 +58,7 @@ class Manifest:
     ledger_rows: list[dict[str, Any]]
     """The run's ledger rows since the parent's checkpoint, and this one's, without what only the commit decides."""
     config_digest: str = ""
-    """Digest of what the model is trained with (`config_digest`)."""
+    """Digest of the training settings and the script (`config_digest`)."""
     format_version: int = FORMAT_VERSION
 
     @property

@@ -278,8 +278,6 @@ class CheckpointSpec(spec_problems.Section):
     """Seconds of training between checkpoints. 0: only steps count. With every_steps the earlier one counts."""
     recovery_point_s: float = Field(default=0.0, ge=0, le=spec_problems.LONGEST_S)
     """For "auto": seconds of work that a failure may cost, if checkpoints are fast enough. 0: no bound."""
-    mtbf_s: float = Field(default=86_400.0, gt=0, le=spec_problems.LONGEST_S)
-    """For "auto": mean time between failures in seconds, until this run has failed."""
     engine: str = "auto"
     """Adapter that saves and loads the state: "torch", "dcp", "deepspeed", or one that another distribution has as an entry point
     of dlac.engines. "auto": chosen by the state that the script restores."""

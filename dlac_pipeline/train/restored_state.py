@@ -117,7 +117,7 @@ def _losing(state: MemoryState, *, loads: Engine | None = None) -> Iterator[None
 
 
 def _is_whole(state: MemoryState, engine: Engine) -> bool:
-    """Return whether a state is what it was, and PyTorch can read its files. A user's own adapter may name no classes."""
+    """Return whether a state is unchanged, and PyTorch can read its files. A user's adapter may name no classes."""
     try:
         classes: Sequence[type] = getattr(engine, "safe_classes", tuple)()
         for path in sorted(state.folder.glob("**/*.pt")):

@@ -59,7 +59,8 @@ def _parts(seed: int, steps: int = 0) -> dict[str, Any]:
 def _engine(name: str, parts: dict[str, Any]) -> Engine:
     """Return the engine of a name, or the one of replica groups, for these parts."""
     if name == "replicas":
-        return dlac.TorchFTState(**parts)
+        group: Engine = dlac.TorchFTState(**parts)
+        return group
     if name != "files":
         return adapt(None, name, **parts)
 

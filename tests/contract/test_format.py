@@ -76,7 +76,7 @@ def test_own_rows_equal_pyiceberg_rows(arena: Arena) -> None:
 
 
 def test_kept_views_answer(home: Path) -> None:
-    """`dlac sql` shows the checkpoints of the surviving lineage. `dlac identify` recognizes the export."""
+    """`dlac sql` shows the checkpoints of the surviving lineage. `dlac checkpoint identify` recognizes the export."""
     lineage = dlac("sql", "SELECT step FROM lineage WHERE run = 'launched' ORDER BY step", "--json", home=home)
     assert lineage.returncode == 0, lineage.stderr
     assert [row["step"] for row in json.loads(lineage.stdout)] == [5, 10, 15]

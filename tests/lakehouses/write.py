@@ -84,8 +84,8 @@ def _train_launched(arena: Arena) -> None:
     job = arena.home / "launched.yaml"
     job.write_text(yaml.safe_dump(spec.model_dump()))
     commands = (
-        ("tag", "launched", "first", "--step", "5"),
-        ("export", "launched", str(arena.home / "weights.safetensors"), "--step", "10"),
+        ("checkpoint", "tag", "launched", "first", "--step", "5"),
+        ("checkpoint", "export", "launched", str(arena.home / "weights.safetensors"), "--step", "10"),
         ("fork", "launched", "--as", "forked", "--spec", str(job), "--step", "10"),
         ("rewind", "launched", "--to-step", "15", "--exclude", "row_id >= 390", "--why", "wrong rows"),
         ("checkpoint", "verify", "launched"),

@@ -106,7 +106,7 @@ class DistributedState(Engine):
         if values:
             raise CheckpointError(
                 f"expected tensors only in the state of model and optimizer, found {len(values)} plain values, such as "
-                f"{values[0]!r}, which safetensors cannot contain: export its weights with dlac export"
+                f"{values[0]!r}, which safetensors cannot contain: export its weights with dlac checkpoint export"
             )
         return whole_tensors(folder, "optimizer")
 

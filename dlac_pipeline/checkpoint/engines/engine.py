@@ -59,7 +59,7 @@ class EngineFiles(Protocol):
         """Return the optimizer's whole tensors, as `state.<parameter>.<key>`. `scratch` is an empty folder for conversions."""
         raise CheckpointError(
             "expected a checkpoint of DistributedState or of DeepSpeed at ZeRO 1 to 3, found one of "
-            f"{cls.name!r}, whose optimizer does not know the names of parameters: export its weights with dlac export"
+            f"{cls.name!r}, whose optimizer does not know the names of parameters: export its weights with dlac checkpoint export"
         )
 
     @classmethod
