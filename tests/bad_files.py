@@ -1,4 +1,4 @@
-"""Bad files that commands read, by kind. `tests/bad_inputs.py` has the others."""
+"""Bad files that commands read, by kind. `tests/bad_inputs.py` has bad values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from dlac_pipeline.extensions.erasure.passport import _digest
 
 FINISHED = "done"
-"""A finished run of the lakehouse of the inputs, which a script of its own started, as with torchrun."""
+"""A finished run of the lakehouse of the inputs, started by a script as with torchrun."""
 LAUNCHED = "launched"
 """A run of that lakehouse that DLAC launched, and that has no checkpoint."""
 
@@ -55,7 +55,7 @@ class Made:
 
 
 def damaged(content: bytes) -> dict[str, bytes]:
-    """Return other contents in place of that of a file, by their names."""
+    """Return other contents in place of a file's contents, by their names."""
     half = len(content) // 2
     flipped = content[:half] + bytes([content[half] ^ 1]) + content[half + 1 :] if content else b"x"
     texts = {

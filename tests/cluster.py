@@ -37,7 +37,7 @@ def cluster_request(on: str, cluster: dict[str, Any], **launch: Any) -> Request:
 
 
 class Scripted:
-    """A scheduler with a list of answers, the last of which stays. An answer may be an error, or a function."""
+    """A scheduler with a list of answers. Its last answer stays. An answer may be an error, or a function."""
 
     name = "Slurm"
 

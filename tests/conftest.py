@@ -158,7 +158,7 @@ class Arena:
         return Ledger(self.lakehouse).state(run).fence.head
 
     def lineage(self, run: str, head: str | None = None) -> list[CheckpointRow]:
-        """Return the surviving checkpoints, oldest first, or those of another head."""
+        """Return the surviving checkpoints, oldest first, or another head's lineage."""
         checkpoints = {row.checkpoint_id: row for row in self.rows(run, CheckpointRow)}
         chain, head = [], head or self.head(run)
         while head is not None:
@@ -167,7 +167,7 @@ class Arena:
         return chain[::-1]
 
     def losses(self, run: str, head: str | None = None) -> list[float]:
-        """Return the loss of every step on the surviving lineage, or that of another head."""
+        """Return the loss of every step on the surviving lineage, or on another head's."""
         return [loss for row in self.lineage(run, head) for loss in row.losses]
 
     def entries(self, run: str) -> list[dict[str, Any]]:
@@ -201,7 +201,7 @@ class Arena:
         return steps
 
     def journal(self, run: str, head: str | None = None) -> Steps:
-        """Return the training function's journal of every step on the surviving lineage, or that of another head."""
+        """Return the training function's journal of every step on the surviving lineage, or on another head's."""
         written: dict[tuple[int, int], dict[int, list[int]]] = {}
         for entry in self.entries(run):
             written.setdefault((entry["attempt"], entry["step"]), {})[entry["rank"]] = entry["rows"]
@@ -262,7 +262,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _check_soak_marks(item: pytest.Item) -> None:
-    """Check that a test has no soak mark of its own if some of its parameters have one: it would mark all of them."""
+    """Check that a test has no soak mark if some of its parameters have one: it would mark all of them."""
     values = [value for mark in item.iter_markers("parametrize") for value in mark.args[1]]
     some = any(mark.name == "soak" for value in values for mark in getattr(value, "marks", ()))
     if some and len(list(item.iter_markers("soak"))) > 1:

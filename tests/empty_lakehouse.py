@@ -1,4 +1,4 @@
-"""Empty lakehouses for tests: the first of a process is made as a user's is, the others are copies with their own ids."""
+"""Empty lakehouses for tests: the first of a process is made as a user's is, all later ones are copies with new ids."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _moved_catalog(content: bytes, template: str, home: str) -> bytes:
 
 
 def _moved_metadata(content: str, template: str, home: str) -> str:
-    """Return a table's metadata in another home, as that of another table."""
+    """Return a table's metadata in another home, as another table's metadata."""
     known = content.partition('"table-uuid":"')[2].partition('"')[0]
     return content.replace(template, home).replace(known, str(uuid4()))
 

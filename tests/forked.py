@@ -61,7 +61,7 @@ class Forked(subprocess.Popen[Any]):
     """A program of Python, forked. Arguments that name options of the interpreter other than -c and -m are not supported."""
 
     def _execute_child(self, args: Sequence[str], *rest: Any) -> None:
-        """Replace Popen's own method. `rest` are its other arguments, some of which are used."""
+        """Replace Popen's method. Of the other arguments in `rest` some are used."""
         cwd, env = rest[4:6]
         stdin_end, _, _, stdout_end, _, stderr_end = rest[9:15]
         streams = [

@@ -25,7 +25,7 @@ class NetworkNode:
 
     @property
     def command(self) -> list[str]:
-        """The command that runs a program on the node, under the node's name and with shared memory of its own."""
+        """Return the command that runs a program on the node, under the node's name and with separate shared memory."""
         renamed = 'mount -t tmpfs memory /dev/shm && hostname "$0" && exec "$@"'
         return ["ip", "netns", "exec", self.name, "unshare", "--uts", "sh", "-c", renamed, self.name]
 

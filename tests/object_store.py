@@ -25,7 +25,7 @@ from tests.ports import own_port
 
 @dataclass
 class ObjectStore:
-    """The server, and a log of its requests, of which the first bytes are of earlier tests."""
+    """The server, and a log of its requests. The first bytes of the log come from earlier tests."""
 
     port: int
     log: Path

@@ -1,4 +1,4 @@
-"""A real PostgreSQL server for tests, on a socket in its own folder."""
+"""A real PostgreSQL server for tests, on a socket in a private folder."""
 
 from __future__ import annotations
 

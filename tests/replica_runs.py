@@ -21,7 +21,7 @@ class Journals:
 
     @property
     def journal(self) -> Steps:
-        """Row ids of each step in slot order: the shares of the ranks of its last try that committed in one of them."""
+        """Row ids of each step in slot order: the shares of the ranks of its last try, if a rank of that try committed it."""
         steps: Steps = {}
         for entry in sorted(self.entries, key=lambda each: each["at"]):
             if entry["event"] == "committed":

@@ -84,13 +84,13 @@ def _data_files(table: Table) -> list[DataFile]:
 
 
 def _set_operation(producer: Any, operation: Operation) -> None:
-    """Set the operation of an uncommitted snapshot. pyiceberg has no `replace` of its own."""
+    """Set the operation of an uncommitted snapshot. pyiceberg has no `replace`."""
     summarize = producer._summary
     producer._summary = lambda *args, **options: Summary(operation, **summarize(*args, **options).additional_properties)
 
 
 def _with_deletes(producer: Any, table: Table, deletes: DeleteFile) -> None:
-    """Add a delete file to an uncommitted snapshot. pyiceberg writes none of its own."""
+    """Add a delete file to an uncommitted snapshot. pyiceberg writes no delete files."""
     manifests: Callable[[], Sequence[ManifestFile]] = producer._manifests
     snapshot, location = producer.snapshot_id, table.location()
     path = f"{location}/data/deletes-{snapshot}.parquet"

@@ -228,7 +228,7 @@ class Contract:
         return ended
 
     def _disturb(self, expected: Sequence[GlobalBatch], ended: bool) -> None:
-        """Bring the other run to the same step, in several attempts that read more than they commit."""
+        """Bring a second run to the same step, in several attempts that read more than they commit."""
         last, size = self._whole.step, self._whole.leg.batch_size
         digests = {batch.step: batch.digest for batch in expected}
         while (missing := last - self._disturbed.step) or ended:

@@ -97,7 +97,7 @@ class Summing:
 
 @dataclass
 class Run:
-    """A run that is committed up to `step`. `batches` are those of the committed steps, over all legs."""
+    """A run that is committed up to `step`. `batches` has the committed steps, over all legs."""
 
     lakehouse: Lakehouse
     spec: JobSpec
@@ -137,7 +137,7 @@ class Run:
         return turned
 
     def follow(self, other: Run) -> None:
-        """Move to the other run's leg. Both runs must be at the same step."""
+        """Move to another run's leg. Both runs must be at the same step."""
         self.spec, self.leg, self.opened = other.spec, other.leg, other.opened
         self.state = [list(source.start.cursors) for source in other.leg.sources]
 

@@ -116,7 +116,7 @@ class SourceTable:
 
     @contextmanager
     def _repeatable_names(self) -> Iterator[None]:
-        """Give files the same names in every repetition of an example, because their order determines that of the units."""
+        """Give files the same names in every repetition of an example, because the order of files is the order of units."""
         with patch.object(uuid, "uuid4", lambda: uuid.UUID(int=self.random.getrandbits(128), version=4)):
             yield
 

@@ -53,7 +53,7 @@ def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture
 def lakehouse(config: LakehouseConfig) -> Lakehouse:
-    """The lakehouse of one test, in a namespace of its own."""
+    """The lakehouse of one test, in a new namespace."""
     return connect(config.model_copy(update={"namespace": f"dlac_{secrets.token_hex(4)}"}))
 
 
@@ -193,7 +193,7 @@ def test_expiry_keeps_pins(lakehouse: Lakehouse) -> None:
 
 
 def test_upkeep_during_commits(lakehouse: Lakehouse) -> None:
-    """Upkeep and commits run at the same time: no row is lost, and what is retained can be read."""
+    """Upkeep and commits run at the same time: no row is lost, and retained snapshots can be read."""
     skip_moto(lakehouse)
     claim(Ledger(lakehouse), "r", nonce="n1", replaces=0, detail={})
     with ThreadPoolExecutor(2) as pool:

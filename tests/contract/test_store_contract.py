@@ -48,7 +48,7 @@ def upload(properties: dict[str, str], source: Path, address: str, begun: Path) 
 
 @pytest.mark.parametrize("size", [0, MB, 80 * MB], ids=["empty", "one request", "many parts"])
 def test_files_are_kept_whole(store: tuple[StoreFiles, str], tmp_path: Path, size: int) -> None:
-    """What is uploaded is read, fetched, digested and listed, and what is removed is gone."""
+    """An uploaded file is read, fetched, digested and listed, and a removed file is gone."""
     files, folder = store
     source, target, address = tmp_path / "source", tmp_path / "target", f"{folder}/a/file"
     digest = write_random(source, size)

@@ -19,7 +19,7 @@ STEPS = [10, 20, 30, 40, 50, 60, 63]
 
 
 def check_finished(campaign: Arena, run: str, launch: Launch) -> None:
-    """Check that the run finished, every checkpoint exists once, and rows and losses are those of the undisturbed run."""
+    """Check that the run finished, every checkpoint exists once, and rows and losses equal the undisturbed run's."""
     assert launch.wait() == 0, launch.stderr
     assert [row.step for row in campaign.lineage(run)] == STEPS
     assert len(campaign.rows(run, CheckpointRow)) == len(STEPS)
@@ -31,7 +31,7 @@ def check_finished(campaign: Arena, run: str, launch: Launch) -> None:
 
 @pytest.mark.soak
 def test_background_checkpoints_equal_synchronous_ones(campaign: Arena) -> None:
-    """Checkpoints, rows and losses are those of synchronous mode. Events and ledger have the duration of each phase."""
+    """Checkpoints, rows and losses equal synchronous mode's. Events and ledger have the duration of each phase."""
     run = "asynchronous"
     launch = campaign.launch(campaign.spec(run, passes=1, **MODE))
     check_finished(campaign, run, launch)

@@ -20,7 +20,7 @@ CLOCK: dict[str, Any] = {"passes": 1, "every_steps": None, "pause_s": 0.12}
 
 
 def check_exact(campaign: Arena, run: str) -> None:
-    """Check that rows and losses are those of the undisturbed run, by the journal and by the audit."""
+    """Check that rows and losses equal the undisturbed run's, by the journal and by the audit."""
     reference, journal = campaign.journal("reference"), campaign.journal(run)
     assert {step: journal[step] for step in range(1, 63)} == {step: reference[step] for step in range(1, 63)}
     assert sorted(row for rows in journal.values() for row in rows) == list(range(2000))

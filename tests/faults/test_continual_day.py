@@ -179,7 +179,7 @@ def wait_until_trained(arena: Arena, dagster: LocalDagster, job: Path) -> None:
 
 
 def rows_read(arena: Arena) -> list[int]:
-    """Return the rows that the training script read on the surviving lineage, by its own journal."""
+    """Return the rows that the training script read on the surviving lineage, by its journal."""
     return [row for rows in arena.journal(RUN).values() for row in rows]
 
 

@@ -141,7 +141,7 @@ def test_cancel_works_without_code_server(campaign: Arena, dagster: LocalDagster
 
 @pytest.mark.soak
 def test_two_recoveries_at_once_train_once(campaign: Arena, dagster: LocalDagster) -> None:
-    """The same recovery is requested twice. One trains, and the other steps aside without a failure that alerts anyone."""
+    """The same recovery is requested twice. The second steps aside without a failure that alerts anyone."""
     spec = campaign.spec("twice", **RUNS["twice"])
     run_id, _ = train_to(dagster, spec)
     assert dagster.cancel(run_id)
@@ -159,7 +159,7 @@ def test_two_recoveries_at_once_train_once(campaign: Arena, dagster: LocalDagste
 
 @pytest.mark.soak
 def test_queue_allows_one_trainer_per_run(campaign: Arena, dagster: LocalDagster) -> None:
-    """Three tagged Dagster runs of two training runs: those of one name train in turn, beside the other run."""
+    """Of three tagged Dagster runs, two with one name train in turn, beside a run with a second name."""
     ids = [dagster.train(run, tags={"dlac/run": run}) for run in ("one", "one", "other")]
     ended = [dagster.wait(each) for each in ids]
     assert [run.status for run in ended] == [dg.DagsterRunStatus.SUCCESS] * 3

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @pytest.mark.soak
 def test_two_recoveries_train_once(campaign: Arena) -> None:
-    """Two launches recover the same failed attempt at once. One trains to the end, and the other steps aside."""
+    """Two launches recover the same failed attempt at once. One trains to the end, and its rival steps aside."""
     run = "recovered-twice"
     claim(Ledger(campaign.lakehouse), run, nonce="dead", replaces=0, detail={})
     spec = campaign.spec(run, passes=1, world_size=1)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(20))
 def test_random_rank_kill_changes_nothing(campaign: Arena, seed: int) -> None:
-    """The run finishes, its journal has every row once per pass, and batches and losses are those of the undisturbed run."""
+    """The run finishes, its journal has every row once per pass, and batches and losses equal the undisturbed run's."""
     draw = random.Random(seed)
     run = f"kill-{seed}"
     launch = campaign.launch(campaign.spec(run, pause_s=0.03))

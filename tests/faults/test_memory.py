@@ -114,7 +114,7 @@ def test_state_of_the_head_is_used(campaign: Arena, mode: str) -> None:
 
 @pytest.mark.slow
 def test_state_outlives_its_supervisor(campaign: Arena) -> None:
-    """Supervisor and ranks are killed. The next launch has one rank, and dies before it keeps a state of its own."""
+    """Supervisor and ranks are killed. The next launch has one rank, and dies before it keeps a state."""
     run = "memory-alone"
     launch = campaign.launch(spec_of(campaign, run))
     launch.wait_for("step")
@@ -186,7 +186,7 @@ def test_damaged_state_is_not_used(campaign: Arena, damage: str, tmp_path: Path)
 
 
 def test_full_memory_ends_no_run(campaign: Arena, small_disk: Path) -> None:
-    """The first state does not fit: the run says so, keeps none, and a restart reads the last checkpoint."""
+    """The first state does not fit: the run warns, keeps none, and a restart reads the last checkpoint."""
     run = "memory-full"
     subprocess.run(["mount", "-o", "remount,size=8k", small_disk], check=True)
     launch = campaign.launch(spec_of(campaign, run, memory=str(small_disk), every_steps=10))

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Nodes:
-    """Nodes that train a run together, each with memory of its own."""
+    """Nodes that train a run together, each with separate memory."""
 
     arena: Arena
     spec: JobSpec
@@ -263,7 +263,7 @@ def test_smaller_world_resumes_from_memory(nodes: Callable[..., Nodes], program:
 @pytest.mark.soak
 @pytest.mark.parametrize("program", ["train_tiny.py", "train_fsdp2.py", "train_deepspeed.py"])
 def test_each_node_fetches_its_parts(nodes: Callable[..., Nodes], program: str) -> None:
-    """One of three nodes is replaced. No node has all parts, and each fetches those that its engine reads."""
+    """One of three nodes is replaced. No node has all parts, and each fetches the parts that its engine reads."""
     more = {"env": {"DS_ACCELERATOR": "cpu"}, "preload": ["deepspeed"]} if "deepspeed" in program else {}
     run = nodes(f"memory-parts-{program[6:-3]}", program, nodes="3", stage="3", dropout=0, **more)
     run.start("a", "b", "c")
@@ -278,7 +278,7 @@ def test_each_node_fetches_its_parts(nodes: Callable[..., Nodes], program: str) 
 @pytest.mark.soak
 @pytest.mark.parametrize("who", ["next", "other"])
 def test_lost_buddy_reads_store(nodes: Callable[..., Nodes], who: str) -> None:
-    """A node and its buddy are lost together: the checkpoint is read. So it is with three nodes, whichever two are lost."""
+    """A node and its buddy are lost together: the checkpoint is read, also if any two of three nodes are lost."""
     run = nodes(f"memory-buddies-{who}", nodes="3")
     run.start("a", "b", "c")
     run.wait_for_states(27)

@@ -46,7 +46,7 @@ def test_lost_node_is_replaced(network: Network, who: str) -> None:
 
 @pytest.mark.parametrize("who", ["the leader", "another one"])
 def test_isolated_node_rejoins(network: Network, who: str) -> None:
-    """An unplugged node commits nothing and ends its ranks while the others resume. Plugged in again, it rejoins."""
+    """An unplugged node commits nothing and ends its ranks, and its peers resume. Plugged in again, it rejoins."""
     spec = network.job("away", "2:3")
     for name in ("a", "b", "c"):
         network.join(f"dlac-{name}", spec)

@@ -38,7 +38,7 @@ def two_node_job(campaign: Arena, request: pytest.FixtureRequest) -> JobSpec:
 
 @pytest.mark.soak
 def test_new_node_replaces_killed_node(campaign: Arena, two_node_job: JobSpec) -> None:
-    """SIGKILL of one node's supervisor and ranks: the other resumes alone, and makes room for a new node later."""
+    """SIGKILL of one node's supervisor and ranks: the second node resumes alone, and makes room for a new node later."""
     leader, other = train_together(campaign, two_node_job)
     attempts = len(leader.of("attempt"))
     recovered = len(leader.of("recovered"))  # one if the other node started later and the first trained alone
@@ -69,7 +69,7 @@ def test_survivor_leads_after_lost_leader(campaign: Arena, two_node_job: JobSpec
 
 @pytest.mark.soak
 def test_leader_dies_before_announcing_claim(campaign: Arena, two_node_job: JobSpec) -> None:
-    """The other node knows no attempt. It finds a claim of its own rendezvous in the ledger, and replaces it."""
+    """The second node knows no attempt. It finds a claim of its rendezvous in the ledger, and replaces it."""
     marker = campaign.home / "killed-as-it-told"
     under = [sys.executable, str(PROGRAMS / "kill_at_announcement.py"), str(marker)]
     launches = [campaign.launch(two_node_job, under=under) for _ in range(2)]
@@ -167,7 +167,7 @@ def test_stop_ends_spare_node(campaign: Arena) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("who", ["the leader", "the other"])
 def test_preempted_rank_ends_its_node(campaign: Arena, two_node_job: JobSpec, who: str) -> None:
-    """One of several spot instances is preempted: all ranks save a checkpoint, and the other node resumes."""
+    """One of several spot instances is preempted: all ranks save a checkpoint, and the remaining node resumes."""
     leader, other = train_together(campaign, two_node_job)
     leaves, stays = (leader, other) if who == "the leader" else (other, leader)
     os.kill(leaves.of("attempt")[-1]["pids"][0], signal.SIGUSR1)
@@ -214,7 +214,7 @@ def test_late_spare_ends_with_run(campaign: Arena) -> None:
 
 
 def test_too_few_nodes_are_reported(campaign: Arena) -> None:
-    """No other node joins: a clear error with its own exit status ends the wait, and nothing is claimed."""
+    """No second node joins: a clear error with a specific exit status ends the wait, and nothing is claimed."""
     spec = job(campaign, "too-few", nodes="2", gather_timeout_s=2)
     launch = campaign.launch(spec)
     assert launch.wait() == NodesMissing.exit_code, launch.stderr

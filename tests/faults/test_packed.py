@@ -41,7 +41,7 @@ def packed(campaign: Arena) -> Arena:
 
 
 def spec(arena: Arena, run: str, *, world_size: int = 2, **params: Any) -> JobSpec:
-    """Return a spec of two sources, filtered, shuffled and packed to 32 tokens, with two passes of one and one of the other."""
+    """Return a spec of two sources, filtered, shuffled and packed to 32 tokens. The first is read twice, the second once."""
     sources = [
         {"table": name, "columns": ["tokens"], "row_filter": "good = true", "weight": weight, "passes": passes}
         for name, weight, passes in (("src.web", 0.7, 1), ("src.code", 0.3, 2))
@@ -78,7 +78,7 @@ def test_every_token_once_per_pass(packed: Arena) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(3))
 def test_kill_and_rescale_keep_packed_order(packed: Arena, seed: int) -> None:
-    """2 ranks of which one is killed, in the campaign also 4, 1, and 8 that share key groups, train the same batches."""
+    """2 ranks with one killed, in the campaign also 4, 1, and 8 that share key groups, train the same batches."""
     run = f"packed-{seed}"
     launch = packed.launch(spec(packed, run, pause_s=0.02))
     launch.wait_for("checkpoint", 1 + seed)

@@ -11,7 +11,7 @@ import pytest
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_combinations_agree_with_their_logs() -> None:
-    """Rows, digests, audit and what follows are as the training script wrote them down by itself."""
+    """Rows, digests, audit and what follows equal the training script's log."""
     pytest.importorskip("torchft")
     command = [sys.executable, "-m", "benchmarks.pairs", "--quick"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -80,7 +80,7 @@ def test_following_run_leaves_rows_out_once(arena: Arena) -> None:
 
 @pytest.mark.soak
 def test_deadly_packed_documents_are_quarantined(arena: Arena) -> None:
-    """A row's tokens are packed into sequences. The quarantined rows are those that the ranks reported for the batch."""
+    """A row's tokens are packed into sequences. The quarantined rows equal the rows that the ranks reported for the batch."""
     rows = arena.lakehouse.catalog.create_table
     tokens = pa.table({"tokens": pa.array([[row] * (5 + row % 40) for row in range(400)], pa.list_(pa.int32()))})
     rows("src.docs", tokens.schema, properties={"write.parquet.row-group-limit": "25"}).append(tokens)

@@ -123,7 +123,7 @@ def test_signal_to_process_tree_makes_checkpoint(campaign: Arena, start: str) ->
 
 
 def test_own_handler_leaves_preemption(campaign: Arena) -> None:
-    """The script has a handler of SIGTERM of its own: it is called, and the run still stops after a checkpoint."""
+    """The script has a handler of SIGTERM: it is called, and the run still stops after a checkpoint."""
     run = "own-handler"
     launch = campaign.launch(campaign.spec(run, own_handler=True, **TRAINING))
     launch.wait_for("step")

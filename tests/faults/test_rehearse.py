@@ -113,7 +113,7 @@ def test_nothing_to_rehearse_names_setting(arena: Arena) -> None:
 
 @pytest.mark.soak
 def test_live_run_is_rehearsed_and_continues(campaign: Arena) -> None:
-    """The run trains on during an identical rehearsal, and its batches are those of the undisturbed run."""
+    """The run trains on during an identical rehearsal, and its batches equal the undisturbed run's."""
     launch = campaign.launch(campaign.spec("watched", pause_s=0.15))
     launch.wait_for("checkpoint", 2)
     status = LiveStatus(campaign.lakehouse, "watched")

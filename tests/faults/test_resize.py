@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @pytest.mark.soak
 def test_run_resumes_with_other_world_size(campaign: Arena) -> None:
-    """From 2 ranks to 1 to 4 the global batches are those of an undisturbed run. The losses differ by rounding only."""
+    """From 2 ranks to 1 to 4 the global batches equal an undisturbed run's. The losses differ by rounding only."""
     undisturbed = campaign.launch(campaign.spec("not-resized", noise=0, world_size=1))
     run = "resized"
     for world_size in (2, 1):

@@ -62,7 +62,7 @@ def test_kill_after_rewind(campaign: Arena, moment: str) -> None:
 
 @pytest.mark.soak
 def test_fork_of_two_ranks_trains_on_one(campaign: Arena) -> None:
-    """Two ranks saved the parent. The new run has one rank, and reads all rows of its own table once."""
+    """Two ranks saved the parent. The new run has one rank, and reads all rows of another table once."""
     spec = campaign.spec("forked", world_size=1, passes=1, seed=8)
     fork_run(campaign.lakehouse, spec, "reference", step=20)
     assert campaign.lineage("forked")[0].world_size == 2

@@ -74,7 +74,7 @@ def test_secret_of_ranks_stays_in_them(campaign: Arena) -> None:
 
 @pytest.mark.parametrize("bug", ["memory", pytest.param("memory_error", marks=pytest.mark.slow)])
 def test_failed_allocation_ends_run_at_once(campaign: Arena, bug: str) -> None:
-    """Another attempt would need the same memory. The error says so, and names what helps."""
+    """Another attempt would need the same memory. The error states this, and names a remedy."""
     launch = campaign.launch(
         campaign.spec(f"bug-{bug}", "train_raising.py", world_size=1, every_steps=50, bug=bug, at=3)
     )
@@ -131,7 +131,7 @@ def test_unexplained_deaths_end_without_progress(campaign: Arena, bug: str, atte
 
 @pytest.mark.soak
 def test_failure_event_names_script(campaign: Arena) -> None:
-    """The failure event has the rank, the line of the script and the user's frames, without those of DLAC."""
+    """The failure event has the rank, the line of the script and the user's frames, without DLAC's."""
     settings: dict[str, Any] = {"world_size": 2, "every_steps": 50, "bug": "rank_1", "at": 2}
     launch = campaign.launch(campaign.spec("names-script", "train_raising.py", **settings, attempts_without_progress=1))
     launch.wait()

@@ -51,7 +51,7 @@ def start_agent(campaign: Arena) -> Iterator[StartAgent]:
 
 
 def _alone(spec: JobSpec) -> object:
-    """Return the launch settings of a script under torchrun, without nodes of its own."""
+    """Return the launch settings of a script under torchrun, without settings for nodes."""
     return spec.launch.model_copy(update={"nodes": "", "rendezvous": ""})
 
 
@@ -75,7 +75,7 @@ def log_of(campaign: Arena, run: str) -> str:
 
 @pytest.mark.slow
 def test_torchrun_survives_lost_node(campaign: Arena, start_agent: StartAgent) -> None:
-    """SIGKILL of the node that does not serve the rendezvous: the other one resumes alone."""
+    """SIGKILL of the node that does not serve the rendezvous: the serving node resumes alone."""
     spec = torchrun_job(campaign, "torchrun-lost")
     stays = start_agent(spec)
     lost = start_agent(spec)

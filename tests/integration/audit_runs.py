@@ -50,7 +50,7 @@ class Forgery:
         )
 
     def forge(self, change: Change, *, of: str = "faulty", slices: Change | None = None) -> str:
-        """A run whose ledger rows are those of a run after `change`; `slices` changes its first cut. Returns its name."""
+        """Record a run whose ledger rows are another run's after `change`. `slices` changes its first cut. Return its name."""
         return self.forge_each([(of, change, slices)])[0]
 
     def forge_each(self, forgeries: Sequence[tuple[str, Change, Change | None]]) -> list[str]:
@@ -67,7 +67,7 @@ class Forgery:
         return names
 
     def _forged(self, name: str, of: str, change: Change, slices: Change | None) -> tuple[list[Columns], list[Columns]]:
-        """Return the ledger rows of a forged run, and those of its own cut."""
+        """Return the ledger rows of a forged run, and the rows of its cut."""
 
         def renamed(value: str | None) -> str | None:
             return None if value is None else f"{name}:{value}"
@@ -84,7 +84,7 @@ class Forgery:
         return [{**row, "run": name, **{key: renamed(row[key]) for key in ids}} for row in change(rows)], cut
 
     def append_rows(self, table: str, rows: list[Columns]) -> None:
-        """Append rows to one of DLAC's tables behind its back."""
+        """Append rows to one of DLAC's tables without DLAC."""
         schema = schema_to_pyarrow({"slices": SLICES, "consumption": CONSUMPTION}[table], include_field_ids=False)
         self.lakehouse.own(table).append(pa.Table.from_pylist(rows, schema=schema))
 
@@ -260,7 +260,7 @@ def excluded(shop: Workshop) -> None:
 
 
 def emptied(shop: Workshop) -> None:
-    """Two tables in turns, of which the second is excluded as a whole in its first pass of two."""
+    """Two tables in turns. The second is excluded as a whole in its first pass of two."""
     shop.table("src.m", 0, 300)
     shop.table("src.mt", 1000, 100)
 

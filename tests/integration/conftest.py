@@ -141,7 +141,7 @@ def audit(lake: Lake) -> Iterator[duckdb.DuckDBPyConnection]:
 
 @pytest.fixture(scope="session")
 def datasets(tmp_path_factory: pytest.TempPathFactory) -> Datasets:
-    """The tables that datasets are opened over; a test that changes a table makes one of its own."""
+    """The tables that datasets are opened over. A test that changes a table makes another one."""
     return Datasets(tmp_path_factory.mktemp("datasets") / "home")
 
 

@@ -31,7 +31,7 @@ KINDS = {
 
 
 def some_kinds(*kinds: str) -> list[Any]:
-    """Return all kinds as parameters, of which `make test` takes some and `make soak` the others."""
+    """Return all kinds as parameters. `make test` takes some, and `make soak` the rest."""
     return [kind if kind in kinds else pytest.param(kind, marks=pytest.mark.soak) for kind in KINDS]
 
 

@@ -205,7 +205,7 @@ def wrapped(value: int, bits: int) -> int:
 
 
 def months(days: int) -> int:
-    """Months from 1970 to that of a day."""
+    """Return the months from 1970 to a day's month."""
     found = date(1970, 1, 1) + timedelta(days=days)
     return (found.year - 1970) * 12 + found.month - 1
 
@@ -255,12 +255,12 @@ class Case:
 
     @property
     def leaves(self) -> list[Leaf]:
-        """All leaves; those that the table is partitioned by are more than half."""
+        """All leaves. More than half of them are partition columns."""
         partitioned = [leaf for parts in self.parts.values() for leaf, _ in parts]
         return [*LEAVES, *partitioned * (30 // max(len(partitioned), 1))]
 
     def values(self, random: Random, leaf: Leaf) -> list[Any]:
-        """Values to compare a leaf with: mostly those that it has."""
+        """Values to compare a leaf with, mostly from the table."""
         found = [value for row in self.rows if (value := leaf.of(row)) is not None]
         return found if found and random.random() < 0.7 else pool_of(leaf.kind)
 

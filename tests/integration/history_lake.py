@@ -1,4 +1,4 @@
-"""What the tests of a table's history share: a table that is changed as engines change it, and what a history says of it."""
+"""A table that is changed as engines change it, and its history, for the tests of histories."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Lake:
         self.lakehouse = empty_lakehouse(self.home)
 
     def create(self, name: str) -> Lake:
-        """Go on with a new table."""
+        """Create another table, and use it from now on."""
         self.name = name
         self.lakehouse.catalog.create_table(name, SCHEMA)
         return self
@@ -68,7 +68,7 @@ class Lake:
         operation: str = "replace",
         dead: Mapping[str, Sequence[int]] | None = None,
     ) -> int:
-        """One snapshot that swaps data files, adds positional deletes (path -> positions), and says it was `operation`."""
+        """Commit one snapshot of an `operation` that swaps data files and adds positional deletes (path -> positions)."""
         commit_snapshot(
             self.table,
             Operation(operation),
@@ -120,7 +120,7 @@ class Lake:
         return new_keys(self.table, history)
 
     def gone(self, history: History) -> set[int] | None:
-        """The keys of `since` that are gone; None if that cannot be told of some file."""
+        """Return the keys of `since` that are gone, or None if that is unknown for some file."""
         found: set[int] = set()
         for path in self.paths(history.since):
             positions = history.gone(path)

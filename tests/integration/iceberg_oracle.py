@@ -1,4 +1,4 @@
-"""What is live in an Iceberg table, as DuckDB finds it in the same Parquet files by explicit anti joins."""
+"""The live rows of an Iceberg table, as DuckDB finds them in the same Parquet files by explicit anti joins."""
 
 from __future__ import annotations
 

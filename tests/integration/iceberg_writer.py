@@ -50,7 +50,7 @@ IO = PyArrowFileIO()
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """A file of a table as the oracle (iceberg_oracle.py) needs to know it; `columns` are those of an equality delete."""
+    """A file of a table as the oracle (iceberg_oracle.py) needs to know it. `columns` has the columns of an equality delete."""
 
     path: str
     sequence: int

@@ -1,4 +1,4 @@
-"""A run that begins from a checkpoint that others wrote: its state is loaded, its history is said to be unknown."""
+"""A run that begins from a foreign checkpoint: its state is loaded, and its history is reported as unknown."""
 
 from __future__ import annotations
 
@@ -344,7 +344,7 @@ def begin(arena: Arena, spec: JobSpec) -> dict[str, torch.Tensor]:
 
 
 def test_a_dcp_checkpoint_begins_a_run(arena: Arena) -> None:
-    """Weights and optimizer are the foreign ones; all rows are consumed behind it; the ledger says where it came from."""
+    """Weights and optimizer come from the foreign checkpoint, all rows are consumed after it, and the ledger has its origin."""
     arena.table()
     spec = arena.spec("r", world_size=1, passes=1)
     weights = dcp_folder(arena.home / "foreign")
@@ -413,7 +413,7 @@ def test_what_is_no_checkpoint_is_refused(arena: Arena) -> None:
 
 @pytest.mark.soak
 def test_run_begun_concurrently_is_left_alone(arena: Arena) -> None:
-    """Whoever gets the lock second is refused, and claims nothing."""
+    """The second process to get the lock is refused, and claims nothing."""
     arena.table()
     spec = arena.spec("r", world_size=1, passes=1)
     dcp_folder(arena.home / "foreign")
@@ -432,7 +432,7 @@ def test_run_begun_concurrently_is_left_alone(arena: Arena) -> None:
 
 @pytest.mark.soak
 def test_first_attempt_without_checkpoint_is_kept(arena: Arena) -> None:
-    """It may train on another machine, whose lock nobody sees here; what only began to adopt is gone on with."""
+    """A claimed attempt may train on another node, whose lock is not visible here. A claim to adopt is continued."""
     arena.table()
     dcp_folder(arena.home / "foreign")
     foreign = foreign_checkpoint(arena.home / "foreign")

@@ -1,4 +1,4 @@
-"""What the alert sensors send: of which runs, on which storages, and what becomes of an alert that is not taken."""
+"""The runs that alert sensors report, the storages that they work on, and alerts that cannot be delivered."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ def test_materialized_training_is_reported(arena: Arena, home: Path, instance: d
 
 
 def test_death_beside_refusal_is_reported(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
-    """One of two training runs of a Dagster run was refused, and the other one died: the alert names the one that died."""
+    """If one training run of a Dagster run was refused and another died, the alert names the dead run."""
     pager = Pager()
     watch = watched(instance, "failure_alerts", pager)
     specs = [arena.spec(name, world_size=1) for name in ("refused", "dies")]

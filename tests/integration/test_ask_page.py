@@ -19,7 +19,7 @@ _PAGE = _ROOT / "docs" / "audit.md"
 
 @pytest.mark.soak
 def test_page_answers_as_shown(tmp_path: Path) -> None:
-    """Ids of checkpoints, digests, places and hours are those of this run. All else is as on the page."""
+    """Ids of checkpoints, digests, paths and hours differ with each run. All else is as on the page."""
     shutil.copytree(_ROOT / "examples" / "ask", tmp_path / "examples" / "ask")
     environment = {name: value for name, value in os.environ.items() if name != "DLAC_HOME"}
     environment |= {"PATH": f"{Path(sys.executable).parent}:{environment['PATH']}", "COLUMNS": "160"}

@@ -64,7 +64,7 @@ def test_consumed_equals_journal_at_every_checkpoint(lake: Lake, audit: duckdb.D
 
 
 def test_consumed_rows_are_those_of_the_journal(lake: Lake, audit: duckdb.DuckDBPyConnection) -> None:
-    """Checkpoint by checkpoint, the rows of `consumed_rows` are those that were in the tensors, as often as they were."""
+    """Per checkpoint, `consumed_rows` has the rows that were in the tensors, as often as they were."""
     found: dict[int, Counter[int]] = {}
     for row in rows_of(
         audit,
@@ -137,7 +137,7 @@ def test_a_rewound_run_has_consumed_only_what_survives(lake: Lake) -> None:
 
 
 def test_partly_read_row_is_not_consumed(lake: Lake) -> None:
-    """A row of which only the first tokens were read counts for `touched`, not for `consumed`, and is reported."""
+    """A row counts for `touched`, not for `consumed`, if only its first tokens were read, and is reported."""
     name = lake.forge(
         lambda rows: changed(lambda row: is_advance(row) and row["step"] == 8, token_end=5)(until_step(rows, 8))
     )
@@ -175,7 +175,7 @@ def test_an_unknown_run_is_refused(lake: Lake) -> None:
 
 @pytest.mark.parametrize("run", [pytest.param("reference", marks=pytest.mark.soak), "faulty"])
 def test_the_explanation_runs_in_a_plain_duckdb(lake: Lake, run: str) -> None:
-    """The script answers in a DuckDB that knows nothing of DLAC, for its own example and for any other row."""
+    """The script answers in a DuckDB without DLAC, for its example and for any other row."""
     script = explain_sql(lake.lakehouse, run)
     with duckdb.connect() as connection:
         assert connection.execute(script).fetchall() == [(True,)]
@@ -197,7 +197,7 @@ def rewound(rows: list[Columns]) -> list[Columns]:
 
 
 def twice(rows: list[Columns]) -> list[Columns]:
-    """The run, one advance of which was recorded twice."""
+    """Return a run with an advance that was recorded twice."""
     return [*rows, rows_named(rows, "advance")[3]]
 
 
@@ -255,7 +255,7 @@ def test_goodput_counts_real_kill(lake: Lake, run: str) -> None:
 
 
 def test_the_report_compares_two_runs(lake: Lake, tmp_path: Path) -> None:
-    """report.json says that the disturbed run is the undisturbed one, and report.html shows it by itself."""
+    """report.json finds the disturbed run equal to the undisturbed one. report.html shows it without any other file."""
     content = write_report(
         lake.lakehouse, {"reference": "reference", "faulty": "faulty"}, tmp_path / "report", {"training": 1.5}
     )
@@ -293,7 +293,7 @@ def test_pictures_are_png_files(lake: Lake) -> None:
 
 
 def test_the_table_shows_verdict_and_problems(lake: Lake) -> None:
-    """The printed audit says whether it is exact and, if not, why."""
+    """The printed audit reports whether it is exact and, if not, why."""
     console = Console(width=100, record=True, file=open(os.devnull, "w"))  # noqa: SIM115  # closed below
     console.print(audit_table(audit_run(lake.lakehouse, "faulty")))
     console.print(audit_table(lake.audit_forged(without(is_advance))))

@@ -1,4 +1,4 @@
-"""The audit says what the tensors held, of every kind of run: mixtures, packing, transforms, exclusions, followed tables."""
+"""The audit of every kind of run equals the tensors: mixtures, packing, transforms, exclusions, followed tables."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ def times_consumed(run: str, seen: Counter[int]) -> Counter[int]:
 
 
 def partly_seen(run: str, seen: Counter[int]) -> int:
-    """Rows of which some items were in the tensors, and others not."""
+    """Return rows with some items in the tensors, and others not."""
     return sum(n % items_of(run, row_id) > 0 for row_id, n in seen.items())
 
 
 def test_audit_counts_what_tensors_had(workshop: Workshop, audited: Callable[[str], AuditReport], run: str) -> None:
-    """Rows consumed and partly read are those of the tensors, rows of skipped steps are counted, and nothing contradicts."""
+    """Consumed and partly read rows equal the tensors, rows of skipped steps are counted, and nothing contradicts."""
     report = audited(run)
     seen = workshop.seen_until(run, report.step)
     assert (report.exact, report.problems) == (True, ())
@@ -123,7 +123,7 @@ def counted(connection: duckdb.DuckDBPyConnection, view: str) -> Counter[int]:
 
 
 def test_coverage_and_sources_add_up(opened: Opened, audited: Callable[[str], AuditReport], run: str) -> None:
-    """Row groups, passes, sources and totals count the same rows, whichever way they count them."""
+    """Counts by row groups, by passes, by sources and in total are the same."""
     connection = opened(run)
     [by_group] = rows_of(
         connection,

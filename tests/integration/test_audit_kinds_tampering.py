@@ -1,4 +1,4 @@
-"""Whatever is changed in the ledger of a run of several legs, streamed sources or followed tables, the audit says so."""
+"""The audit reports any change in the ledger of a run of several legs, streamed sources or followed tables."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ CONTRADICTIONS: list[tuple[str, Change, str]] = [
 
 @pytest.mark.soak
 def test_every_contradiction_is_found(workshop: Workshop) -> None:
-    """A sentence says what is wrong with each forged run."""
+    """The audit has a sentence on each forged run."""
     forgeries = [(trained(workshop, kind), change, None) for kind, change, _ in CONTRADICTIONS]
     for (kind, _, expected), found in zip(CONTRADICTIONS, workshop.problems_of_each(forgeries), strict=True):
         assert any(part in problem for problem in found for part in expected.split("|")), (kind, expected, found)
@@ -168,14 +168,14 @@ def test_repeated_row_of_followed_table_is_duplicated(workshop: Workshop) -> Non
     ],
 )
 def test_what_was_committed_at_any_checkpoint_is_exact(workshop: Workshop, kind: str, step: int) -> None:
-    """An unfinished run is exact by itself, in its first leg and behind it: rows ahead of the cursors are pending."""
+    """An unfinished run is exact in its first leg and after it: rows ahead of the cursors are pending."""
     report = workshop.audit_forged(partial(until_step, step=step), of=trained(workshop, kind))
     assert (report.exact, report.problems, report.step) == (True, (), step)
     assert report.rows_pending > 0
 
 
 def test_falsely_empty_plan_is_no_pass(workshop: Workshop) -> None:
-    """Whether a pass that nobody entered had live rows is told by the units of its plan."""
+    """The units of its plan show whether a pass that was never entered had live rows."""
     run = trained(workshop, "emptied")
     plans = workshop.lakehouse.own("plans")
 
@@ -194,7 +194,7 @@ def test_falsely_empty_plan_is_no_pass(workshop: Workshop) -> None:
 
 
 def test_slices_are_checked_in_several_legs(workshop: Workshop) -> None:
-    """A cut that is not as the plan says makes the run inexact, whichever leg reads it."""
+    """A cut that differs from the plan makes the run inexact, in any leg that reads it."""
     cut = changed(lambda row: row["slice"] == 1, base=0)
     report = workshop.audit_forged(unchanged, of=trained(workshop, "excluded"), slices=cut)
     assert any("of its block, found it at row 0" in problem for problem in report.problems)

@@ -1,4 +1,4 @@
-"""An audit by a record says what an audit of everything says, whatever was recorded when, and whatever is forged since."""
+"""An audit by a record equals an audit of everything, at any time of the record and after any forgery."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ FORGED: dict[str, Callable[[Callable[[Columns], bool]], Change]] = {
     [name if name in ("dropped", "not_applied") else pytest.param(name, marks=pytest.mark.slow) for name in FORGED],
 )
 def test_forgery_after_record_is_found(workshop: Workshop, forged: str, tmp_path: Path) -> None:
-    """Whatever is forged after the record, the audit says what one of the whole ledger says, and nothing is recorded."""
+    """After any forgery since the record the audit equals one of the whole ledger, and nothing is recorded."""
     of = trained(workshop, "packed")
     seqs = [row["seq"] for row in rows_named(workshop._forged("", of, unchanged, None)[0], "checkpoint")]
     run, parts = _parts(workshop, of, FORGED[forged](_last(seqs[-3])))

@@ -1,4 +1,4 @@
-"""Whatever is changed in the ledger, the slices or the data files, the audit says so in a sentence."""
+"""The audit reports any change in the ledger, the slices or the data files in a sentence."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_overlapping_advances_are_found(lake: Lake) -> None:
 
 
 def test_a_deleted_advance_is_found(lake: Lake) -> None:
-    """Deleting an advance from the table leaves rows missing behind a cursor."""
+    """If an advance is deleted from the table, rows before a cursor are reported as missing."""
     name = lake.forge(unchanged)
     advance = Ledger(lake.lakehouse).rows(name, kinds=(AdvanceRow,))[0]
     which = {key: getattr(advance, key) for key in ("run", "checkpoint_id", "cut_id", "key_group", "block")}
@@ -60,7 +60,7 @@ def test_a_deleted_advance_is_found(lake: Lake) -> None:
 
 
 def test_an_advance_missing_from_the_head_is_found(lake: Lake) -> None:
-    """A key group that the head does not mention has rows missing, though no cursor of its own is behind them."""
+    """Rows of a key group that the head does not mention are missing, even without a cursor past them."""
     report = lake.audit_forged(
         lambda rows: without(lambda row: is_advance(row) and row["step"] == 8)(until_step(rows, 8))
     )
@@ -124,7 +124,7 @@ SLICES: list[tuple[Change, str]] = [
 
 
 def test_every_contradiction_is_found(lake: Lake) -> None:
-    """A sentence says what contradicts itself in the rows of each forged run, or in a cut that is none."""
+    """The audit has a sentence on the contradiction in each forged run, or in a cut that is none."""
     forgeries: list[tuple[str, Change, Change | None]] = [("faulty", change, None) for change, _ in LEDGER]
     forgeries += [("faulty", unchanged, slices) for slices, _ in SLICES]
     wanted = [expected for _, expected in (*LEDGER, *SLICES)]
@@ -141,7 +141,7 @@ def test_wrong_slices_make_audit_inexact(lake: Lake) -> None:
 
 
 def test_a_missing_data_file_is_found(lake: Lake) -> None:
-    """The audit reads the footers of the data files that were read, and names the one that is gone."""
+    """The audit reads the footers of the data files that were read, and names the missing file."""
     file = min((lake.home / "warehouse" / "src" / "t" / "data").glob("*.parquet"))
     away = file.with_suffix(".away")
     file.rename(away)

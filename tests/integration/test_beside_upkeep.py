@@ -53,7 +53,7 @@ def plan(arena: Arena) -> Plan:
 
 
 def outdated(arena: Arena) -> dict[str, Table]:
-    """DLAC's tables as somebody has read them, from which others have gone on since, and an upkeep has deleted the rest."""
+    """Return loaded DLAC tables that are outdated: others have committed since, and an upkeep has deleted the old files."""
     found = {name: arena.lakehouse.own(name) for name in KEPT}
     make_plan(arena.lakehouse, arena.spec(RUN, row_filter="even = true").source)
     claim(Ledger(arena.lakehouse), "another", nonce="x", replaces=0, detail={})
@@ -65,7 +65,7 @@ def outdated(arena: Arena) -> dict[str, Table]:
 
 
 def given(monkeypatch: pytest.MonkeyPatch, tables: dict[str, Table], *, at: int = 1) -> list[str]:
-    """Who loads one of these tables for the `at`-th time is given what is here; gives the names of what is loaded."""
+    """Let the `at`-th load of one of these tables return the given one. Return the names of all loaded tables."""
     real = Lakehouse.own
     loaded: list[str] = []
 
@@ -96,7 +96,7 @@ QUESTIONS: dict[str, Callable[[Lakehouse, Plan], Any]] = {
 
 
 def test_read_repeats_after_deleted_files(arena: Arena, plan: Plan) -> None:
-    """Each table is read anew where its files have gone: the answer is that of a moment without upkeep."""
+    """Each table whose files are gone is read again, and the answer equals one without upkeep."""
     tables = outdated(arena)
     for name, question in QUESTIONS.items():
         with pytest.MonkeyPatch.context() as monkeypatch:
@@ -107,14 +107,14 @@ def test_read_repeats_after_deleted_files(arena: Arena, plan: Plan) -> None:
 
 
 def test_unpin_during_upkeep_sees_needs(arena: Arena, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither a missing file nor a run that was overlooked lets go of it."""
+    """Neither a missing file nor an overlooked run releases the pin."""
     given(monkeypatch, outdated(arena))
     with pytest.raises(SpecInvalid, match=RUN):
         remove_pin(arena.lakehouse, "src.t", plan.row.snapshot_id)
 
 
 def test_lost_files_are_reported(arena: Arena, plan: Plan) -> None:
-    """What nobody will bring back is an error that names the table, and no traceback of a missing file."""
+    """Files that are lost for good are an error that names the table, without the traceback of a missing file."""
     shutil.rmtree(arena.home / "warehouse" / "dlac" / "plans" / "data")
     with pytest.raises(LakehouseError, match=r"the files of table 'plans' .* restore them"):
         list_pins(arena.lakehouse)
@@ -122,7 +122,7 @@ def test_lost_files_are_reported(arena: Arena, plan: Plan) -> None:
 
 @pytest.mark.parametrize("at", [1, *(pytest.param(at, marks=pytest.mark.soak) for at in (2, 3, 4))])
 def test_concurrent_sweeps_look_again(arena: Arena, plan: Plan, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
-    """Wherever the other one comes in between: nothing fails, the work is done, and what is named stays."""
+    """Wherever a second sweep comes in between: nothing fails, the work is done, and named files stay."""
     tables = outdated(arena)
     litter = arena.home / "warehouse" / "dlac" / "consumption" / "data" / "nobodys.parquet"
     litter.write_bytes(b"left by a commit that failed")

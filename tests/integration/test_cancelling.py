@@ -156,7 +156,7 @@ def test_foreign_process_is_not_interrupted(arena: Arena, instance: dg.DagsterIn
 
 
 def test_interruption_reaches_heartbeat(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
-    """The step of the model notifies the heartbeat of its own process, which does not interrupt again."""
+    """The step of the model notifies the heartbeat of its process, which does not interrupt again."""
     arena.table()
     reached: list[bool] = []
 
@@ -177,7 +177,7 @@ def test_interruption_reaches_heartbeat(arena: Arena, home: Path, instance: dg.D
 
 @pytest.mark.soak
 def test_drain_works_without_code_server(arena: Arena, instance: dg.DagsterInstance) -> None:
-    """All are asked, also one that was re-executed and carries old tags, and one that starts meanwhile when it beats."""
+    """All are asked: a re-executed run with old tags too, and a run that starts at the same time, when it beats."""
     first = unreachable_run(instance, arena, "first")
     again = unreachable_run(
         instance, arena, "again", tags={PREEMPTED_TAG: "old"}, parent_run_id=first, root_run_id=first

@@ -108,7 +108,7 @@ def test_every_wrong_field_is_named(arena: Arena, here: Command) -> None:
 
 
 def test_values_of_sql_come_as_they_are(arena: Arena, here: Command) -> None:
-    """What looks like markup is shown, NULL is told from text, and a decimal is a number in JSON."""
+    """Text that looks like markup is shown, NULL differs from text, and a decimal is a number in JSON."""
     query = "SELECT '[/a] :x:' AS \"[/b]\", NULL AS nothing, 1.50::DECIMAL(9, 2) AS price, sum(2) AS total"
     shown = here("sql", query, home=arena.home)
     assert shown.returncode == 0, shown.stderr
@@ -144,6 +144,21 @@ def test_an_earlier_demo_is_emptied(tmp_path: Path) -> None:
     (home / "catalog.db").touch()
     empty_home(home)
     assert [path.name for path in home.iterdir()] == [MARKER]
+
+
+def test_the_demo_without_dagster_names_the_extra(monkeypatch: pytest.MonkeyPatch, here: Command) -> None:
+    """Without Dagster, one error names the command that installs it."""
+    monkeypatch.setitem(sys.modules, "dagster", None)
+    done = here("demo")
+    assert done.returncode == 64
+    assert 'pip install "dlac-pipeline[dagster]"' in done.stderr
+
+
+@pytest.mark.soak
+def test_the_demo_explains_its_own_options() -> None:
+    """`dlac demo --help` is the demo's help."""
+    with Forked([str(DLAC), "demo", "--help"], stdout=subprocess.PIPE, text=True) as shown:
+        assert "--report" in shown.communicate()[0]
 
 
 def test_the_version_is_that_of_the_package(here: Command) -> None:
@@ -212,7 +227,7 @@ def test_output_is_whole_in_pipe(arena: Arena) -> None:
 
 @pytest.mark.parametrize("more", [(), pytest.param(("--json",), marks=pytest.mark.soak)])
 def test_unwritable_output_is_one_line(arena: Arena, more: tuple[str, ...]) -> None:
-    """A full disk behind standard output is told as that; a standard output that was closed is nobody's."""
+    """A full disk under standard output is reported as a full disk. A closed standard output is no error."""
     command = [str(DLAC), "sql", "SELECT 1", *more, "--home", str(arena.home)]
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
@@ -223,8 +238,8 @@ def test_unwritable_output_is_one_line(arena: Arena, more: tuple[str, ...]) -> N
 
 
 def test_a_folder_is_no_file_of_weights(arena: Arena) -> None:
-    """`dlac checkpoint identify` says so in a line."""
-    done = dlac("checkpoint", "identify", str(arena.home), home=arena.home)
+    """`dlac identify` refuses a folder in one line."""
+    done = dlac("identify", str(arena.home), home=arena.home)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
 

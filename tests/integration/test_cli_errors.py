@@ -77,7 +77,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
 def test_looking_makes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
 ) -> None:
-    """Also where a job spec names the places: the error says that there is no lakehouse, and what makes one."""
+    """With addresses from a job spec too, the error reports that there is no lakehouse, and names the command that makes one."""
     spec = tmp_path / "typo.toml"
     places = f'[lakehouse]\nuri = "sqlite:///{tmp_path}/typo/catalog.db"\nwarehouse = "{tmp_path}/typo/tables"\n'
     spec.write_text(_SPEC + places)
@@ -101,7 +101,7 @@ def test_lost_metadata_is_named(
     commands: list[tuple[str, ...]],
     damage: str,
 ) -> None:
-    """Every command that reads the table names it and the file, and says what to do."""
+    """Every command that reads the table names the table, the file and a remedy."""
     lakehouse = connect(LakehouseConfig().at_home(tmp_path))
     path = Path(lakehouse.own(table).metadata_location.removeprefix("file://"))
     if damage == "missing":
@@ -127,7 +127,7 @@ def test_damaged_catalog_is_no_outage(tmp_path: Path, content: bytes) -> None:
 
 
 def test_locked_catalog_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Who has it locked is said while it is waited for, and again in the error."""
+    """The process that holds the lock is named during the wait, and again in the error."""
     config = LakehouseConfig().at_home(tmp_path)
     connect(config)
     hold = "import sqlite3, sys\nc = sqlite3.connect(sys.argv[1], isolation_level=None)\nc.execute('BEGIN EXCLUSIVE')\n"
@@ -169,7 +169,7 @@ def test_lock_is_waited_for_while_committing(tmp_path: Path, caplog: pytest.LogC
 def test_json_is_strict(
     trained: Arena, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
 ) -> None:
-    """A loss that is NaN is null: every reader of JSON takes what is printed."""
+    """A loss that is NaN is null, so that every reader of JSON can read the output."""
     status, out, err = run_here(monkeypatch, capsys, *arguments, "--home", str(trained.home))
     assert status == 0, err
     for line in out.splitlines():
@@ -179,7 +179,7 @@ def test_json_is_strict(
 def test_unexpected_exception_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The traceback is in a file that only this user may read, and the exit status is that of a bug."""
+    """The traceback is in a file that only this user may read, and the exit status reports a bug."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
 

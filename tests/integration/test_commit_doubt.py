@@ -71,7 +71,7 @@ def replayed(commit: Commit, request: Any) -> CommitTableResponse:
 
 
 def landed_but_refused(commit: Commit, request: Any) -> CommitTableResponse:
-    """The commit lands, and the caller is told that it failed."""
+    """Commit, and report a failure to the caller."""
     commit(*request)
     raise CommitFailedException("the answer of a replay")
 
@@ -233,7 +233,7 @@ def test_zombie_before_commit_is_fenced(ledger: Ledger, monkeypatch: pytest.Monk
 
 
 def test_long_outage_leaves_unknown_outcome(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Past its deadline the append stops and says that the rows will tell."""
+    """After its deadline the append stops, and reports that the rows will show the outcome."""
 
     def away(self: SqlCatalog, *request: Any) -> CommitTableResponse:
         raise OperationalError("UPDATE", {}, Exception("no route to host"))

@@ -32,7 +32,7 @@ CHECKS = {"no_duplicate_rows", "no_missing_rows", "consumption_exact", "checkpoi
 
 @pytest.fixture
 def instance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dg.DagsterInstance]:
-    """A Dagster instance of its own."""
+    """A Dagster instance for this test alone."""
     fork_supervisors(monkeypatch)
     (tmp_path / "dagster").mkdir()
     with dg.DagsterInstance.local_temp(str(tmp_path / "dagster")) as made:
@@ -64,7 +64,7 @@ def begun(
 
 
 def test_two_runs_are_two_assets(arena: Arena, instance: dg.DagsterInstance) -> None:
-    """Each has its own plan, model, checks and history. The plan depends on the asset of the source table."""
+    """Each run has a plan, a model, checks and a history. The plan depends on the asset of the source table."""
     arena.table()
     defs = project(arena, "one", "two")
     graph = defs.get_repository_def().asset_graph
@@ -233,7 +233,7 @@ def test_finished_training_is_not_recovered(arena: Arena, instance: dg.DagsterIn
 
 @pytest.mark.slow
 def test_overrides_of_filter_are_planned(arena: Arena, instance: dg.DagsterInstance) -> None:
-    """The plan of the job file is not that of a launch with another filter, also if one Dagster run makes both."""
+    """The plan of the job file differs from the plan of a launch with another filter, even if one Dagster run makes both."""
     arena.table()
     job = project(arena, "filtered").resolve_implicit_global_asset_job_def()
     both = job.get_subset(asset_selection={plan_key("filtered"), model_key("filtered")})
@@ -254,7 +254,7 @@ def test_overrides_do_not_stay(arena: Arena) -> None:
 
 
 def test_folder_leaves_out_conflicting_files(arena: Arena) -> None:
-    """A copied job file, or a run whose name Dagster cannot tell from another's, does not keep the others from loading."""
+    """A copied job file, or a run with the same name in Dagster as another, does not keep other runs from loading."""
     arena.monkeypatch.setattr(training_runs_module, "wrong_job_files", [])
     folder = arena.home / "jobs"
     folder.mkdir()
@@ -299,7 +299,7 @@ def test_wrong_maintenance_job_is_named() -> None:
     ],
 )
 def test_bad_spec_is_refused(arena: Arena, attributes: dict[str, Any], message: str) -> None:
-    """The code location does not load, and the error names what is wrong."""
+    """The code location does not load, and the error names the defect."""
     with pytest.raises(SpecInvalid, match=message):
         TrainingRun(**attributes).build_in(arena.home)
 

@@ -1,4 +1,4 @@
-"""What is trained again when there is something new, and what waits for a person: the schedule, and the sensor on snapshots."""
+"""When the schedule and the sensor on snapshots train a run again, and when they wait for a person."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_rewound_run_trains_again(arena: Arena, home: Path, instance: dg.Dagster
 
 @pytest.mark.soak
 def test_due_separates_left_from_caught_up(arena: Arena) -> None:
-    """A run that died behind a checkpoint has something to train, although no snapshot is new."""
+    """A run that died after a checkpoint has something to train, although no snapshot is new."""
     arena.table(appends=(600,))
     spec = arena.spec("left", follow="appends", world_size=1)
     assert due(arena.lakehouse, spec).reason == "it has no checkpoint yet"
@@ -165,7 +165,7 @@ ENDED_FOR_GOOD = {
     "was cancelled by a person": (dg.DagsterRunStatus.CANCELED, {}),
     "NoProgress": (dg.DagsterRunStatus.FAILURE, {"dlac/head": "unknown", "dlac/recoveries_in_a_row": "3"}),
 }
-"""How the schedule says it: a state, and the tags that tell it."""
+"""Reason in the schedule's message: the state and the tags of the Dagster run."""
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_what_ended_for_good_waits_for_an_append(
 def test_failed_recovery_counts_for_its_run(
     arena: Arena, home: Path, instance: dg.DagsterInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Recoveries do not carry what was due, and one that stepped aside says nothing; a run that heals is asked for as before."""
+    """Recoveries do not carry the due snapshots, and one that stepped aside is ignored. A healing run is requested as before."""
     monkeypatch.setattr(continual, "_PAGE", 2)
     arena.table(appends=(600,))
     spec = following(arena, "recovers")
@@ -219,7 +219,7 @@ def test_failed_recovery_counts_for_its_run(
 
 
 def test_a_mended_spec_or_script_is_tried_again(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
-    """Without an append; and what was trained until too little was left for a batch goes on with a smaller one."""
+    """It is tried again without an append. A run with too few rows left for a batch resumes with a smaller batch."""
     arena.table(appends=(600,))
     script = home / "train.py"
     script.write_text("raise ValueError")

@@ -66,12 +66,12 @@ def copying(calls: list[Path], *, pause_s: float = 0.0) -> Callable[[Path, Path]
 
 
 def kept(folder: Path) -> list[str]:
-    """What lies where conversions do."""
+    """Return the names in the folder of conversions."""
     return sorted(path.name for path in (folder.parent.parent / "converted").iterdir() if path.is_dir())
 
 
 def test_it_is_made_once(folder: Path) -> None:
-    """The second time what is there is used."""
+    """The second call uses the existing conversion."""
     calls: list[Path] = []
     first, second = (convert_checkpoint(folder, copying(calls)) for _ in range(2))
     assert first == second == folder.parent.parent / "converted" / folder.name
@@ -121,7 +121,7 @@ def test_of_two_at_the_same_time_one_waits(folder: Path) -> None:
 
 @pytest.mark.soak
 def test_frozen_converter_is_not_awaited(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It is named, and what it was to make is made beside it; when it goes on it uses that, and leaves nothing."""
+    """A frozen process is named, and its work is done beside it. When it resumes it uses that conversion, and leaves nothing."""
     frozen = subprocess.Popen([sys.executable, "-c", FROZEN, str(folder)])
     letting_go = threading.Timer(
         60.0, frozen.kill
@@ -144,7 +144,7 @@ def test_frozen_converter_is_not_awaited(folder: Path, caplog: pytest.LogCapture
 
 
 def test_what_is_there_needs_no_lock(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Who is frozen is waited for by the first attempt behind it, and not by those that follow."""
+    """A finished conversion is used without a wait for the lock, even if a frozen process holds it."""
     made = convert_checkpoint(folder, copying([]))
     with (made.parent / ".lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -153,7 +153,7 @@ def test_what_is_there_needs_no_lock(folder: Path, caplog: pytest.LogCaptureFixt
 
 
 def test_who_gets_on_is_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long it takes, as long as it writes."""
+    """A converter is waited for while it writes, however long it takes."""
     calls: list[Path] = []
     looks = threading.Semaphore(0)
     real = conversion._sizes
@@ -178,7 +178,7 @@ def test_who_gets_on_is_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_failure_leaves_nothing(folder: Path) -> None:
-    """A conversion that cannot be written says so, and leaves no part."""
+    """A conversion that cannot be written is reported, and leaves no part."""
 
     def full(source: Path, target: Path) -> None:
         (target / "part").write_bytes(b"half")
@@ -190,7 +190,7 @@ def test_a_failure_leaves_nothing(folder: Path) -> None:
 
 
 def test_it_goes_with_its_checkpoint(arena: Arena) -> None:
-    """Retired, a checkpoint takes its conversions with it; those of kept ones stay."""
+    """Retiring a checkpoint removes its conversions. Conversions of kept checkpoints stay."""
     arena.table()
     arena.train(arena.spec("r", world_size=1, passes=1), until=35)
     folders = {row.step: folder_of(row.manifest_uri) for row in arena.rows("r", CheckpointRow)}

@@ -1,4 +1,4 @@
-"""Loaders over the PyTorch dataset: any number of workers gives the same batches, and the position is that of the consumer."""
+"""Any number of loader workers gives the same batches of the PyTorch dataset, and the position follows the consumer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("kind", some_kinds("rows", "mixed"))
 def test_any_number_of_workers_gives_the_same_batches(datasets: Datasets, kind: str) -> None:
-    """Order, content, cursors and counts are those of reading without workers, in a plain DataLoader and in the dataset's own."""
+    """A plain DataLoader and the dataset's loader give the order, content, cursors and counts of reading without workers."""
     whole = datasets.whole(kind)
     assert [batch["dlac"]["step"] for batch in whole] == list(range(1, len(whole) + 1))
     for workers in (0, 1, 3) if kind in ("rows", "packed") else (2,):
@@ -46,7 +46,7 @@ def test_position_is_last_returned_batch(datasets: Datasets) -> None:
 
 
 def test_read_ahead_consumer_reports_progress(datasets: Datasets) -> None:
-    """`observe` puts the position behind the batch whose step is done, though the next one was handed out already."""
+    """`observe` sets the position after the batch whose step is done, even if the next one was handed out already."""
     for workers in (0, 2):
         dataset = datasets.open("packed")
         loader = iter(DataLoader(dataset, batch_size=None, num_workers=workers))
@@ -72,7 +72,7 @@ def test_loader_has_state_of_consumer(datasets: Datasets, workers: int) -> None:
 
 @pytest.mark.soak
 def test_iterating_again_goes_on_where_the_consumer_stands(datasets: Datasets) -> None:
-    """A loop that was left is gone on with, persistent workers or not; behind the last pass nothing follows."""
+    """A loop that was left is resumed, with persistent workers or without. After the last pass nothing follows."""
     whole = datasets.whole("packed")
     every: tuple[dict[str, Any], ...] = (
         {"num_workers": 0},
@@ -152,7 +152,7 @@ def test_pinning_reaches_every_tensor(datasets: Datasets, monkeypatch: pytest.Mo
 
 @pytest.mark.slow
 def test_spawned_workers_get_it_pickled(datasets: Datasets) -> None:
-    """Neither open files nor a position of its own stand in the way of pickling; a spawned worker opens the leg itself."""
+    """Open files and a position do not prevent pickling. A spawned worker opens the leg itself."""
     dataset = datasets.open("packed")
     next(iter(dataset))
     loader = dataset.loader(num_workers=1, multiprocessing_context="spawn", inputs=causal)
@@ -160,7 +160,7 @@ def test_spawned_workers_get_it_pickled(datasets: Datasets) -> None:
 
 
 def test_a_counted_dataset_has_a_length(datasets: Datasets) -> None:
-    """It is that of all passes, wherever the dataset stands; a streamed one has none."""
+    """The length covers all passes, at any position of the dataset. A streamed dataset has none."""
     dataset = datasets.open()
     next(iter(dataset))
     assert len(dataset) == len(dataset.loader()) == len(datasets.whole("rows")) == 75

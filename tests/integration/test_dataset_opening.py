@@ -86,7 +86,7 @@ def test_integers_of_libraries_are_ranks(datasets: Datasets, kind: Callable[[int
 
 
 def test_a_rank_alone_counts_for_itself(datasets: Datasets) -> None:
-    """Without a process group a streamed batch's mean is that of the rank's own samples; a counted one's the global share."""
+    """Without a process group a streamed batch's mean covers the rank's samples; a counted one's is the global share."""
     batch = as_batch(next(iter(datasets.open("packed", rank=1, world_size=2))))
     assert (batch.rows, batch.world_size, batch["tokens"].shape) == (4, 1, (4, 16))
     assert batch.mean(torch.ones(4)) == 1

@@ -1,4 +1,4 @@
-"""The state of the PyTorch dataset: whichever way it was read it is the same, and the rest follows from it."""
+"""The state of the PyTorch dataset is the same for every way of reading, and resumes in every way."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def stateful(dataset: DlacDataset, workers: int) -> Any:
 
 
 def end(loader: Any) -> None:
-    """End a StatefulDataLoader's workers: those that the garbage collector finds are waited for, 5 s each."""
+    """End a StatefulDataLoader's workers. The garbage collector waits 5 s for each worker that it finds."""
     if loader.num_workers and loader._iterator is not None:
         loader._iterator._shutdown_workers()
 
@@ -37,7 +37,7 @@ def end(loader: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", some_kinds("rows", "mixed"))
 def test_state_is_equal_for_every_loader(datasets: Datasets, kind: str) -> None:
-    """Behind 7 batches read directly, by loaders with workers, and by a StatefulDataLoader it is the same few bytes of JSON."""
+    """After 7 batches, read directly, by loaders with workers or by a StatefulDataLoader, the state is the same small JSON."""
     direct = datasets.open(kind)
     for _ in islice(direct, 7):
         pass
@@ -88,7 +88,7 @@ def test_resuming_gives_what_was_not_consumed(datasets: Datasets, kind: str) -> 
     ],
 )
 def test_stateful_loader_resumes_by_its_state(datasets: Datasets, kind: str, workers: int) -> None:
-    """What each worker had read ahead is read again, and its turns go on where they were, however often it is resumed."""
+    """Batches that each worker had read ahead are read again, and its turns continue, however often it is resumed."""
     whole = datasets.whole(kind)
     for cuts in ((0, 3, len(whole) - 4), (len(whole),)):
         state, found = None, []
@@ -116,7 +116,7 @@ def test_stateful_loader_keeps_worker_count(datasets: Datasets) -> None:
 
 
 def ranks(datasets: Datasets, kind: str, world_size: int, steps: int, state: Any = None) -> tuple[list[Any], list[Any]]:
-    """The next `steps` global batches' samples as `world_size` ranks read them, each alone, and the ranks' states behind them."""
+    """Return the samples of the next `steps` global batches, as `world_size` ranks read them, and the ranks' states then."""
     name = "row_id" if kind in ("rows", "filtered", "transformed") else "tokens"
     parts, states = [], []
     for rank in range(world_size):
@@ -216,7 +216,7 @@ def without(state: dict[str, Any], key: str) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", ["rows", "packed"])
 @pytest.mark.parametrize("version", [1, 2])
 def test_state_without_a_key_is_refused(datasets: Datasets, kind: str, version: int) -> None:
-    """Each key that a state has must be there; the message names the one that is missing."""
+    """Each key of a state is needed, and the message names the missing key."""
     state = datasets.open(kind).state_dict()
     state = state if version == 2 else as_version_1(state)
     for key in without(state, "format_version"):

@@ -44,7 +44,7 @@ def in_order(rows: Rows) -> Rows:
 
 
 def check_all_versions(arena: Arena, location: Path) -> None:
-    """Check that each version is read as DataFusion reads it: one after the other, and of a copy the newest first."""
+    """Check that each version is read as DataFusion reads it: in order, and of a copy the newest first."""
     versions = range(newest(location) + 1)
     expected = [in_order(query(location, version)) for version in versions]
     copy = location.with_name("copy")
@@ -162,7 +162,7 @@ def test_vector_beyond_first_bitmap_container(arena: Arena, location: Path) -> N
 
 
 def test_field_ids_in_files_are_ignored(arena: Arena, location: Path) -> None:
-    """An Arrow table that was read from Iceberg brings field ids into the files, which are not those of the table."""
+    """An Arrow table that was read from Iceberg brings field ids into the files that differ from the table's."""
     swapped = [pa.field("a", pa.int64(), metadata={"PARQUET:field_id": "2"}), pa.field("b", pa.int64())]
     swapped[1] = swapped[1].with_metadata({"PARQUET:field_id": "1"})
     write_deltalake(location, pa.table({"a": [1], "b": [2]}))
@@ -231,7 +231,7 @@ def test_path_out_of_table_is_refused(arena: Arena, location: Path, path: str) -
 
 @pytest.mark.parametrize("scheme", ["file://", "file:"])
 def test_clone_is_read_and_named(arena: Arena, location: Path, caplog: pytest.LogCaptureFixture, scheme: str) -> None:
-    """Files that a shallow clone names by their absolute addresses are read, and planning names one of them once."""
+    """Files that a shallow clone names by absolute addresses are read, and planning names such a file once."""
     origin = location.with_name("origin")
     write_deltalake(origin, some_rows(0, 4))
     write_deltalake(location, some_rows(4, 4))

@@ -61,7 +61,7 @@ def run(folder: Path, *command: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_wheel_has_one_package(wheel: Path) -> None:
-    """The wheel has each tracked file of `dlac_pipeline`, and its own metadata."""
+    """The wheel has each tracked file of `dlac_pipeline`, and metadata."""
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     tracked = subprocess.run(
@@ -86,7 +86,7 @@ def test_quickstart_works_word_for_word(wheel: Path, fresh: Path, tmp_path: Path
 
 
 def test_quickstart_stays_short() -> None:
-    """A person enters at most ten commands. The page shows each file of the example, of which one is written by hand."""
+    """A person enters at most ten commands. The page shows each file of the example. One file is written by hand."""
     parts = list(page_parts())
     assert sum(not name for name, _ in parts) <= 10
     files = {name: text for name, text in parts if name}
@@ -136,6 +136,14 @@ def test_own_workspace_is_valid_anywhere(tmp_path: Path) -> None:
     command = (sys.executable, "-m", "dagster", "definitions", "validate", "-w", _ROOT / "workspace.yaml")
     done = run(tmp_path, *command)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.soak
+def test_demo_needs_checkout(fresh: Path, tmp_path: Path) -> None:
+    """An installed package has no demo. The demo of a checkout comes from the checkout, not from the working directory."""
+    refused = run(tmp_path, fresh / "dlac", "demo")
+    assert (refused.returncode, "expected a checkout" in refused.stderr) == (64, True), refused.stderr
+    assert "--report" in run(tmp_path, _DLAC, "demo", "--help").stdout
 
 
 def test_audits_import_no_torch(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Whether a launch is refused for another one on another machine, of which only signs of life can be seen."""
+"""A launch is refused for a launch on another node, which is known by signs of life only."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def spec(arena: Arena) -> JobSpec:
 
 @contextmanager
 def machine(arena: Arena, name: str = "node7") -> Iterator[None]:
-    """What is done here is done on a machine of this name."""
+    """Act under this node name."""
     with arena.monkeypatch.context() as patched:
         patched.setattr(socket, "gethostname", lambda: name)
         yield
@@ -97,7 +97,7 @@ def test_lost_launch_delays_nobody_else(arena: Arena, spec: JobSpec, how: str) -
 
 
 def test_wait_lasts_as_requested(arena: Arena, spec: JobSpec) -> None:
-    """Until it is lost, or until who waits is told to stop."""
+    """A launch waits until the other is lost, or until the waiting one is stopped."""
     with machine(arena):
         start_attempt(Plans(arena.lakehouse), spec, ClaimRequest())
     with pytest.raises(RunBusy):
@@ -136,7 +136,7 @@ def test_what_goes_on_by_design_is_not_refused(arena: Arena, spec: JobSpec) -> N
 
 
 def test_ended_attempt_is_not_alive(arena: Arena, spec: JobSpec) -> None:
-    """It says so in its last checkpoint, or in its claim; one that was cut off behind a checkpoint does not."""
+    """The last checkpoint or the claim records the end of an attempt. An attempt cut off after a checkpoint has no record."""
     look(arena, spec)
     with machine(arena):
         arena.train(spec, until=3)
@@ -154,7 +154,7 @@ def test_ended_attempt_is_not_alive(arena: Arena, spec: JobSpec) -> None:
 
 @pytest.mark.soak
 def test_clock_ahead_fences_no_healthy_run(arena: Arena, spec: JobSpec) -> None:
-    """This node's clock is an hour ahead; steps of the other launch are seen, in a folder that both share."""
+    """With this node's clock an hour ahead, steps of another launch are seen in a shared folder."""
     lost_after(arena, 120.0)
     arena.table("src.long", appends=(4000,))
     healthy = arena.spec("r", table="src.long", every_steps=10_000, pause_s=0.1, passes=5)
@@ -169,7 +169,7 @@ def test_clock_ahead_fences_no_healthy_run(arena: Arena, spec: JobSpec) -> None:
 
 @pytest.mark.parametrize("lives", [True, False])
 def test_commits_alone_show_life(arena: Arena, spec: JobSpec, lives: bool) -> None:
-    """Where no steps are seen, the next commit within twice the longest interval tells; without one the launch is lost."""
+    """Without visible steps, a commit within twice the longest interval is a sign of life. Without one the launch is lost."""
     lost_after(arena, 120.0)
     arena.monkeypatch.setattr("dlac_pipeline.supervise.liveness.launch_liveness._STEPS_SEEN_S", 0.1)
     arena.monkeypatch.setattr("dlac_pipeline.supervise.liveness.launch_liveness._POLL_S", 0.05)

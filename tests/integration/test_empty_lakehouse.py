@@ -1,4 +1,4 @@
-"""Empty lakehouses of tests are as those that the library makes."""
+"""Empty lakehouses of tests equal the library's."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def uuids_of(home: Path) -> set[str]:
 
 
 def test_copied_lakehouse_is_as_made(tmp_path: Path) -> None:
-    """Its files, its catalog and its metadata are those that `connect` makes. Its tables have ids of their own."""
+    """Files, catalog and metadata equal the result of `connect`. Only the ids of tables differ."""
     made, *copied = (tmp_path / name / "home é" for name in ("made", "first", "second"))
     connect(LakehouseConfig().at_home(made)).create_namespace("src")
     for home in copied:

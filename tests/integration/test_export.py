@@ -42,7 +42,7 @@ from tests.integration.test_cli import dlac
 
 
 def test_the_file_has_the_weights_and_leads_back(arena: Arena) -> None:
-    """Bit for bit those of the checkpoint; a copy under another name is known by its digest, also once the run is over."""
+    """Weights equal the checkpoint bit for bit. A renamed copy is known by its digest, even after the run has ended."""
     arena.table(appends=(640,))
     spec = arena.spec("r", world_size=1, passes=1)
     arena.train(spec, until=15)
@@ -74,7 +74,7 @@ def test_the_file_has_the_weights_and_leads_back(arena: Arena) -> None:
 
 @pytest.mark.soak
 def test_the_same_weights_make_the_same_file_once(arena: Arena) -> None:
-    """Exported again, the file has the same digest and the ledger no second row; a run that is on commits behind it."""
+    """Exported again, the file has the same digest and the ledger no second row. A live run commits after it."""
     arena.table(appends=(640,))
     spec = arena.spec("r", world_size=1, passes=1)
     arena.train(spec, until=15)
@@ -105,7 +105,7 @@ def test_what_cannot_be_exported_is_refused(arena: Arena) -> None:
 
 
 def test_export_survives_concurrent_retention(arena: Arena) -> None:
-    """The run's retention waits for the export, and goes on behind it."""
+    """The run's retention waits for the export, and continues afterwards."""
     arena.table(appends=(1000,))
     spec = arena.spec("r", world_size=1, passes=1, keep_last=1)
     path = arena.home / "r.yaml"
@@ -138,7 +138,7 @@ def test_export_survives_concurrent_retention(arena: Arena) -> None:
 
 @pytest.mark.soak
 def test_what_an_export_holds_is_let_go_of(arena: Arena) -> None:
-    """Behind it, also if it fails; and what a killed one held, when it is done again."""
+    """The hold is released after an export, even a failed one. An export repeated after a kill releases the killed one's hold."""
     arena.table()
     spec = arena.spec("r", world_size=1, passes=1)
     arena.train(spec, until=25)
@@ -217,7 +217,7 @@ SLOW = {"compiled": [pytest.mark.soak], "compiled ddp": [pytest.mark.soak]}
 @pytest.mark.parametrize("model", [Held, lambda: torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.BatchNorm1d(2))])
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method")
 def test_weights_load_into_the_bare_model(tmp_path: Path, model: Callable[[], Any], wrapping: str, engine: str) -> None:
-    """Whatever wraps the model while it trains; an attribute `module` of its own stays, and checkpoints load as they did."""
+    """Wrappers of training are removed. An attribute named `module` stays, and checkpoints load as they did."""
     if (engine, wrapping) == ("dcp", "data parallel"):
         pytest.skip("DCP does not know DataParallel")
     bare = model()
@@ -236,7 +236,7 @@ def test_weights_load_into_the_bare_model(tmp_path: Path, model: Callable[[], An
 
 @pytest.mark.soak
 def test_the_command_line_exports_and_asks(arena: Arena) -> None:
-    """`dlac checkpoint identify` names the checkpoint of an export, and refuses another file."""
+    """`dlac export` writes, `dlac identify` names the checkpoint, and a file that was never exported is refused."""
     arena.table(appends=(320,))
     spec = arena.spec("r", world_size=1, passes=1)
     arena.train(spec)

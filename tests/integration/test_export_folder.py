@@ -75,7 +75,7 @@ def logits(model: Any) -> torch.Tensor:
     ("kind", "engine"), [("tied", "dcp"), ("untied", "torch"), pytest.param("tied", "torch", marks=pytest.mark.soak)]
 )
 def test_pretrained_model_has_equal_logits(arena: Arena, kind: str, engine: str) -> None:
-    """Bit for bit those of the trained model, of one file of weights. The digest of the file leads to the checkpoint."""
+    """One file of weights equals the trained model bit for bit, and its digest leads to the checkpoint."""
     _, model = trained(arena, kind, engine=engine)
     (arena.home / "config" / "tokenizer.json").write_text("{}")
     for other in ("adapter_config.json", "trainer_state.json", "train.py", "requirements.txt"):
@@ -99,7 +99,7 @@ def test_pretrained_model_has_equal_logits(arena: Arena, kind: str, engine: str)
 
 
 def test_large_model_has_an_index(arena: Arena) -> None:
-    """Several files of weights load as one does. The ledger knows each of them, and their index."""
+    """Several files of weights load as one does. The ledger knows every file and the index."""
     spec, model = trained(arena, "untied")
     arena.monkeypatch.setattr(export, "_SHARD_BYTES", 6000)
     out = arena.home / "my-model"

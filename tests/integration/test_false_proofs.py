@@ -367,7 +367,7 @@ def test_follower_skips_forgotten_row(arena: Arena) -> None:
 
 
 def test_exclusion_counts_for_its_source(arena: Arena) -> None:
-    """A run at its beginning that excludes a row from one of two sources will read it from the other."""
+    """A run at its beginning that excludes a row from one of two sources will read it from the second source."""
     arena.table(appends=(400,))
     spec = small(arena, "r", steps=8)
     spec = spec.model_copy(update={"mixture": [spec.source.model_copy(update={"name": "second"})]})
@@ -382,7 +382,7 @@ def test_exclusion_counts_for_its_source(arena: Arena) -> None:
 
 
 def test_each_alternative_needs_its_keys(arena: Arena) -> None:
-    """A filter over two kinds of keys is not answered for a file that has one of them, and contradictions match nothing."""
+    """A filter over two kinds of keys is not answered for a file with one kind only, and contradictions match nothing."""
     table = arena.table(appends=(64,))
     spec = small(arena, "r", row_keys=True, identity_columns=["row_id"])
     arena.train(spec)
@@ -400,7 +400,7 @@ def test_each_alternative_needs_its_keys(arena: Arena) -> None:
 
 
 def test_whole_table_is_forgotten(arena: Arena) -> None:
-    """A run that would have no row left does not stop the others. The answer says to retire it."""
+    """A run that would have no row left does not stop other runs. The answer names `dlac retire` for it."""
     arena.table(appends=(64,))
     spec = small(arena, "r")
     arena.train(spec)

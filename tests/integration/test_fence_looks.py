@@ -27,12 +27,12 @@ RUN = "r1"
 
 @dataclass
 class Launched:
-    """What is supervised: nothing."""
+    """A supervisor without ranks."""
 
     stopped: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> Outcome:
-        """Nobody asks for it here."""
+        """Refuse a call: no test makes one."""
         raise NotImplementedError
 
     def stop(self) -> None:
@@ -41,7 +41,7 @@ class Launched:
 
 
 def test_the_fence_is_looked_at_over_one_connection(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A connection is kept from look to look; one whose catalog was away is closed and made anew, and a takeover is seen."""
+    """A connection is kept between looks. It is replaced after an outage of the catalog, and a takeover is seen."""
     claim(Ledger(arena.lakehouse), RUN, nonce="n1", replaces=0, detail={"launched_by": "me"})
     opened: list[Lakehouse] = []
     looks: list[str] = []

@@ -305,7 +305,7 @@ def test_killed_execution_is_repeated(arena: Arena, step: str) -> None:
 
 @SOAK
 def test_packed_document_is_forgotten(arena: Arena) -> None:
-    """A document of which a step has read the first tokens is affected from then on, and its cost is also stated in tokens."""
+    """A document with its first tokens in a step is affected from then on, and its cost is also stated in tokens."""
     rows = source_rows(0, 300)
     tokens = pa.array([[row] * 7 for row in range(300)], pa.list_(pa.int32()))
     arena.lakehouse.catalog.create_table("src.t", rows.append_column("tokens", tokens).schema)

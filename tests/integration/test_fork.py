@@ -72,7 +72,7 @@ def names(arena: Arena, run: str) -> list[str]:
 
 @pytest.mark.slow
 def test_fork_inherits_model_and_consumption(arena: Arena, here: Command) -> None:
-    """Through forks of forks, over other tables: rows before the forks are seen, those behind them are not."""
+    """Through forks of forks, over other tables: rows before the forks are seen, later rows of the parents are not."""
     arena.table(appends=(500, 500))
     arena.table("src.u", appends=(200,))
     arena.table("src.v", appends=(200,))
@@ -132,7 +132,7 @@ def test_fork_inherits_model_and_consumption(arena: Arena, here: Command) -> Non
 
 
 def rows_seen(arena: Arena, connection: duckdb.DuckDBPyConnection, macro: str, table: str, checkpoint: str) -> set[int]:
-    """Row ids of a table of which `macro` says that the checkpoint has seen them."""
+    """Return the row ids of a table that the checkpoint has seen by `macro`."""
     found = connection.execute(
         "SELECT row_id FROM read_parquet("
         f"'{arena.home}/warehouse/src/{table}/data/*.parquet', filename = true, file_row_number = true) "
@@ -191,7 +191,7 @@ def test_forks_that_cannot_be_are_refused(arena: Arena) -> None:
 
 @pytest.mark.soak
 def test_a_killed_fork_can_be_done_again(arena: Arena) -> None:
-    """What it had staged is removed, what it held is let go of, and the run begins once."""
+    """Its staged files are removed, its hold is released, and the run begins once."""
     arena.table(appends=(500, 500))
     arena.train(arena.spec("a", world_size=1, passes=1))
     spec = arena.spec("b", world_size=1, passes=1)
@@ -221,7 +221,7 @@ def test_a_killed_fork_can_be_done_again(arena: Arena) -> None:
 
 
 class SlowFiles(StoreFiles):
-    """A store that answers no read until it is told to."""
+    """A store that answers no read until it is released."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -245,7 +245,7 @@ class AwayInTheEnd(SlowFiles):
 
 @pytest.mark.soak
 def test_failed_fork_releases_own_hold(arena: Arena) -> None:
-    """Another one to the same run goes on copying; once that has begun, every hold for it is let go of."""
+    """A second fork to the same run continues the copy. Once that has begun, every hold for it is released."""
     arena.table(appends=(500,))
     arena.train(arena.spec("a", world_size=1, passes=1))
     ledger, endings = Ledger(arena.lakehouse), dict[int, BaseException | None]()
@@ -277,7 +277,7 @@ def test_failed_fork_releases_own_hold(arena: Arena) -> None:
 
 
 def test_a_run_is_forked_while_it_trains(arena: Arena) -> None:
-    """Its retention waits for the copy: the checkpoint that would be retired meanwhile is, once it is copied."""
+    """The parent's retention waits for the copy, and retires the checkpoint once it is copied."""
     arena.table(appends=(500, 500, 500))
     spec = arena.spec("a", world_size=1, passes=1, keep_last=1)
     path = arena.home / "a.yaml"

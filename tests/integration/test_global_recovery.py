@@ -88,7 +88,7 @@ def look(instance: dg.DagsterInstance, spec: JobSpec, cursor: str | None) -> tup
 def test_failed_decision_requests_recovery(
     arena: Arena, home: Path, instance: dg.DagsterInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Dagster does not ask again about a run: its own storage may be locked just then."""
+    """A recovery is requested even if the catalog is locked, because Dagster asks only once about a run."""
     spec = left(arena, "unlucky")
     dead = dagster_run(instance, spec, DIED)
 
@@ -149,7 +149,7 @@ def test_a_second_outage_begins_anew(arena: Arena, home: Path, instance: dg.Dags
 
 @pytest.mark.soak
 def test_re_executed_run_is_judged_alone(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
-    """Dagster gives it the tags of the run before, which somebody has mended; what it ended with itself counts."""
+    """A re-executed run has the tags of a run that a person has repaired. Only the tags of its own end count."""
     spec = left(arena, "mended")
     inherited = {
         NO_RECOVERY_TAG: "SpecInvalid",
@@ -173,7 +173,7 @@ def test_re_executed_run_is_judged_alone(arena: Arena, home: Path, instance: dg.
 
 @pytest.mark.soak
 def test_recovery_keeps_settings_and_priority(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
-    """Settings of launchers, teams and priorities go with it; what is about the dead run itself does not."""
+    """A recovery inherits tags of launchers, teams and priorities, but none about the dead run itself."""
     spec = left(arena, "tagged")
     tags = {"team": "vision", "dagster-k8s/config": "{}", "dagster/from_ui": "true", "dlac/due": "x"}
     for given, wanted in (({}, "1"), ({"dagster/priority": "7"}, "7")):

@@ -81,7 +81,7 @@ def test_deletes_before_a_compaction_are_gone(lake: Lake) -> None:
 
 @pytest.mark.parametrize("how", ["delete", "delete_rows"])
 def test_deletes_behind_a_compaction_need_keys(lake: Lake, how: str) -> None:
-    """Rows deleted from a rewritten file can be told with keys; without, the answer is that it cannot be told."""
+    """Rows deleted from a rewritten file are found with keys. Without keys they are reported as unknown."""
     since = lake.append(1, 2, 3)
     lake.append(4)
     lake.compact()

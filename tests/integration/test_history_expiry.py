@@ -16,7 +16,7 @@ def lake(tmp_path: Path) -> Lake:
 
 
 def test_expired_appends_are_still_read(lake: Lake) -> None:
-    """Snapshots in between may expire: as long as the planned files are there, what is not of them is new."""
+    """Snapshots in between may expire: while the planned files exist, rows of all other files are new."""
     since = lake.append(1, 2)
     lake.table.manage_snapshots().create_tag(since, "pin").commit()
     between = [lake.append(3), lake.append(4)]
@@ -66,7 +66,7 @@ def test_the_snapshot_before_a_merge_is_expired(lake: Lake) -> None:
 
 
 def test_overwrite_with_expired_parent_is_no_delete(lake: Lake) -> None:
-    """It may have brought rows: a cautious run stops, and is told what helps; one that reads overwrites goes on exactly."""
+    """An overwrite with an expired parent may have brought rows: a cautious run stops, and "read" continues exactly."""
     since = lake.append(1)
     between = lake.append(2, 3)
     lake.table.manage_snapshots().create_tag(since, "pin").commit()
@@ -109,7 +109,7 @@ def test_a_rollback_over_a_delete_is_noticed(lake: Lake) -> None:
 
 
 def test_removed_rows_are_known_without_history(lake: Lake) -> None:
-    """If what came cannot be told any more, files that are where they were still say which of their rows are gone."""
+    """If the new rows are unknown, files that stayed still show which of their rows are gone."""
     lake.append(1, 2, 3)
     since = lake.append(4, 5)
     lake.table.manage_snapshots().create_tag(since, "pin").commit()

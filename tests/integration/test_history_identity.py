@@ -53,7 +53,7 @@ def test_identity_follows_a_renamed_column(lake: Lake) -> None:
 
 
 def test_a_rewrite_that_changes_the_identity_is_noticed(lake: Lake) -> None:
-    """A compaction whose rows have identities of their own did not keep what tells rows apart."""
+    """A compaction that gives rows new identities did not keep the identity columns."""
     since = lake.append(1, 2)
     lake.rewrite(lake.paths(), [rows_of([8, 9])])
     with pytest.raises(AppendHistoryLost, match="found 2 rows with values of their own"):

@@ -32,7 +32,7 @@ COLUMNS: dict[str, tuple[pa.DataType, Any]] = {
 
 @pytest.fixture
 def table(tmp_path: Path) -> Table:
-    """Two snapshots with rows 0 to 4 of every type, those of the second in another order; a list besides."""
+    """Return two snapshots with rows 0 to 4 of every type and a list. The second has another order."""
     lakehouse = empty_lakehouse(tmp_path / "home")
     fields = [(name, kind) for name, (kind, _) in COLUMNS.items()]
     schema = pa.schema([*fields, ("tags", pa.list_(pa.int64()))])
@@ -44,7 +44,7 @@ def table(tmp_path: Path) -> Table:
 
 
 def sides(table: Table) -> tuple[list[Rows], list[Rows]]:
-    """The rows of the first data file, and those of the second."""
+    """Return the rows of the first and of the second data file."""
     first, second = (snapshot.snapshot_id for snapshot in table.snapshots())
     rows = TableRows(table)
     [old] = rows.files(first)
@@ -76,7 +76,7 @@ def test_only_chosen_rows_are_matched(table: Table) -> None:
 
 
 def test_a_double_value_is_named(table: Table) -> None:
-    """Two rows of one side with one identity cannot be told apart: the error names value, files and rows."""
+    """Two rows of one side with one identity are an error that names value, files and rows."""
     with pytest.raises(
         SpecInvalid, match=r"\['flag'\] to tell all rows apart, found \{'flag': (True|False)\} twice in snap"
     ):
@@ -98,7 +98,7 @@ def test_a_missing_file_is_named(table: Table) -> None:
 
 
 def test_a_name_mapping_that_is_none_is_named(table: Table) -> None:
-    """Rows are matched by names only where the table's property says how; one that cannot be read is an error of its own."""
+    """Rows are matched by names only if the table's property permits it. An unreadable property is a separate error."""
     sides_before = sides(table)
     with table.transaction() as transaction:
         transaction.set_properties({"schema.name-mapping.default": "nonsense"})

@@ -50,7 +50,7 @@ def overwritten(lake: Lake) -> int:
 
 
 def test_overwrite_stops_run_by_default(lake: Lake) -> None:
-    """Under "stop" an overwrite with new rows is an error that says what to do, keys or no keys."""
+    """Under "stop" an overwrite with new rows is an error that names a remedy, with keys or without."""
     since = overwritten(lake)
     for keyed in ("appends", "identity_columns"):
         with pytest.raises(AppendHistoryLost, match="set on_overwrite to 'read' or 'ignore'"):
@@ -89,7 +89,7 @@ def test_appended_rows_survive_ignored_overwrite(lake: Lake, keyed: Keyed) -> No
 
 
 def test_rows_updated_by_merge_on_read(lake: Lake) -> None:
-    """An overwrite that deletes rows by position and writes them anew brings only rows whose identity is new."""
+    """If an overwrite deletes rows by position and writes them again, only rows with a new identity are new."""
     since = lake.append(1, 2, 3)
     lake.append(4, 5)
     paths = {k: path for path in lake.paths() for k in lake.live(lake.now, path)["k"].to_pylist()}
@@ -104,7 +104,7 @@ def test_rows_updated_by_merge_on_read(lake: Lake) -> None:
 
 @pytest.mark.parametrize("policy", ["stop", "ignore"])
 def test_updates_that_bring_no_identity_are_no_news(lake: Lake, policy: OnOverwrite) -> None:
-    """With keys an overwrite that writes known rows anew stops nothing: each row counts once, in its old or new place."""
+    """With keys an overwrite that writes known rows again stops nothing: each row counts once, in its old or new place."""
     since = lake.append(1, 2, 3)
     lake.append(4, 5)
     paths = {k: path for path in lake.paths() for k in lake.live(lake.now, path)["k"].to_pylist()}

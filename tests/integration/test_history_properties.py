@@ -24,7 +24,7 @@ CHANGES = st.lists(
 
 
 class Story:
-    """A random history of a table, and what a plain model says of it."""
+    """A random history of a table, and a plain model of it."""
 
     def __init__(self, lake: Lake) -> None:
         self.lake = lake
@@ -40,7 +40,7 @@ class Story:
         self.brought.clear()
 
     def tell(self, what: str, where: int, count: int) -> None:
-        """Change the table and the model alike."""
+        """Apply the same change to the table and to the model."""
         known = sorted(self.keys)
         chosen = {known[(where * 7 + place) % len(known)] for place in range(count)} if known else set()
         paths = sorted(self.lake.paths(), key=lambda path: read(path).to_pydict()["k"]) if self.live else []
@@ -87,7 +87,7 @@ class Story:
             self.lake.expire(*between[::every])
 
     def check(self, history: History, *, exact: bool) -> None:
-        """What the history says is what the model says."""
+        """Check that the history agrees with the model."""
         before, after = self.live[self.since], self.keys
         found, gone = self.lake.new(history), self.lake.gone(history)
         assert len(found) == len(set(found)), "a row came twice"
@@ -98,7 +98,7 @@ class Story:
 
 @pytest.fixture(scope="module")
 def shelf(tmp_path_factory: pytest.TempPathFactory) -> Lake:
-    """A lakehouse in which every example makes a table of its own."""
+    """A lakehouse in which every example makes a new table."""
     return Lake(tmp_path_factory.mktemp("shelf") / "home")
 
 
@@ -113,7 +113,7 @@ def new_story(shelf: Lake) -> Story:
 @SLOW
 @given(told=CHANGES, expiry=st.integers(0, 3))
 def test_any_history_with_identity_columns(shelf: Lake, told: list[Change], expiry: int) -> None:
-    """With identity columns, any history gives exactly the rows that came and those that went, also past expiry."""
+    """With identity columns, any history gives exactly the new rows and the deleted rows, also past expiry."""
     story = new_story(shelf)
     for change in told:
         story.tell(*change)
@@ -150,7 +150,7 @@ def test_any_history_with_overwrites_ignored(shelf: Lake, told: list[Change], ke
 @SLOW
 @given(told=CHANGES, expiry=st.integers(0, 3))
 def test_any_history_without_keys(shelf: Lake, told: list[Change], expiry: int) -> None:
-    """Without keys, histories without overwrites give every new row once, and tell what is gone or that they cannot."""
+    """Without keys, histories without overwrites give every new row once, and deleted rows exactly or as unknown."""
     story = new_story(shelf)
     for change in told:
         if change[0] not in ("delete", "overwrite", "update"):

@@ -62,7 +62,7 @@ class RewrittenTable(HandTable):
         return self._file(path, DataFileContent.DATA, (), record_count=rows, split_offsets=None)
 
     def changes(self, since: int) -> History:
-        """What happened since, told by row ids."""
+        """Return the history since a snapshot, identified by row ids."""
         history = changes(self.table, since, self.snapshot_id)
         assert history.identified_by == "row_ids"
         assert history.portions is not None  # raises if they are lost
@@ -80,7 +80,7 @@ def hand(tmp_path: Path) -> RewrittenTable:
 
 
 def test_rows_keep_their_ids_through_a_compaction(hand: RewrittenTable) -> None:
-    """Old and new rows of a compacted file are told apart by the row ids that it keeps."""
+    """Old and new rows of a compacted file are distinguished by the row ids that it keeps."""
     planned = hand.add(10, 11, 12)
     since = hand.snapshot_id
     appended = hand.add(13)

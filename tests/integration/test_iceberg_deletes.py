@@ -64,7 +64,7 @@ def hand(tmp_path: Path) -> HandTable:
 
 @pytest.mark.parametrize(("bounds", "referenced"), [(False, False), (True, False), (False, True)])
 def test_positional_deletes_spare_younger_files(hand: HandTable, bounds: bool, referenced: bool) -> None:
-    """The delete applies to data of its own sequence number and older, whether or not its metadata name the file."""
+    """The delete applies to data of the same sequence number and older, whether or not its metadata name the file."""
     path = hand.append(rows(range(10)))
     hand.delete_positions({path: [0, 4, 9]}, bounds=bounds, referenced=referenced)
     assert check(hand)[path] == [1, 2, 3, 5, 6, 7, 8]
@@ -106,7 +106,7 @@ def test_equality_deletes_take_older_rows_only(hand: HandTable) -> None:
 
 
 def test_equality_deletes_on_several_sets_of_columns(hand: HandTable) -> None:
-    """Deletes by different columns are told apart; floats and nulls compare by identity."""
+    """Deletes by different columns are distinguished. Floats and nulls compare by identity."""
     path = hand.append(rows(range(30)))
     hand.delete_equal(equal(score=[None, 3.5]))
     hand.delete_equal(equal(name=["n1"], score=[2.0]))
@@ -115,7 +115,7 @@ def test_equality_deletes_on_several_sets_of_columns(hand: HandTable) -> None:
 
 
 def test_not_a_number_equals_itself() -> None:
-    """NaN is deleted by NaN, by itself and beside other columns."""
+    """NaN is deleted by NaN, alone and beside other columns."""
     nan = float("nan")
     data = pa.table({"a": [1.0, nan, None, nan], "b": [1, 1, 1, 2]})
     assert matching_rows(data.select(["a"]), pa.table({"a": [nan]})).tolist() == [1, 3]
@@ -123,7 +123,7 @@ def test_not_a_number_equals_itself() -> None:
 
 
 def test_deletes_within_a_partition_leave_the_others_alone(tmp_path: Path) -> None:
-    """Equality and positional deletes of a partition apply there; those of an unpartitioned spec apply everywhere."""
+    """Equality and positional deletes of a partition apply there. Deletes of an unpartitioned spec apply everywhere."""
     everywhere = PartitionSpec(spec_id=1)
     hand = HandTable(tmp_path / "t", [SCHEMA], specs=[BY_NAME, everywhere])
     a = hand.append(rows([1, 2, 3], "a"), partition=("a",))
@@ -194,7 +194,7 @@ CONTAINERS: dict[str, tuple[Callable[[bytes], bytes], str]] = {
 
 @pytest.mark.parametrize("name", CONTAINERS)
 def test_vector_outside_puffin_is_refused(tmp_path: Path, name: str) -> None:
-    """A vector whose file is no Puffin file, or does not name it, is refused though its own checksum holds."""
+    """A vector whose file is no Puffin file, or does not name it, is refused though the vector's checksum holds."""
     contain, message = CONTAINERS[name]
     hand = HandTable(tmp_path / "t", [SCHEMA], version=3)
     path = hand.append(rows(range(8)))
@@ -243,7 +243,7 @@ def test_row_ids_are_inherited_from_the_manifest(tmp_path: Path) -> None:
 
 
 def test_a_live_file_says_which_snapshot_added_it(hand: HandTable) -> None:
-    """Path, rows and snapshot are those of the manifest entry."""
+    """Path, rows and snapshot equal the manifest entry's."""
     path = hand.append(rows(range(6)), sequence=1)
     hand.append(rows(range(2)))
     (file,) = (one for one in live_files(hand.table, hand.snapshot_id) if one.path == path)

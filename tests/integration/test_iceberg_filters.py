@@ -229,7 +229,7 @@ def test_partitions_decide_what_they_can(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_only_the_chosen_files_are_planned(tmp_path: Path) -> None:
-    """Of the live files those that `only` names are read; progress counts them."""
+    """Only the live files in `only` are read, and progress counts them."""
     hand = HandTable(tmp_path / "t", [SCHEMA])
     for start in (0, 10, 20):
         hand.append(rows([start, start + 1]))

@@ -32,7 +32,7 @@ def rows(count: int, lang: str = "en") -> pa.Table:
 
 
 def test_table_with_deletes_plans_live_rows(arena: Arena) -> None:
-    """In a real catalog: positional and equality deletes become dead rows of the plan, beside those of the filter."""
+    """In a real catalog positional and equality deletes become dead rows of the plan, as filtered rows do."""
     hand = HandTable(arena.home / "t", [SCHEMA])
     path = hand.append(rows(10))
     hand.delete_positions({path: [0]})

@@ -29,7 +29,7 @@ DEFAULTS = """
     FROM read_parquet('data/persistent/add_columns_with_defaults/**/*0bb8c58e*.parquet')
     UNION ALL SELECT * FROM read_parquet('data/persistent/add_columns_with_defaults/**/*f1823874*.parquet')
 """
-"""What DuckDB says of the two files of that table, with the defaults that its metadata name."""
+"""Rows of the two files of that table as DuckDB reads them, with the defaults in its metadata."""
 
 PERSISTENT = "data/persistent"
 CASES: dict[str, tuple[str, str, int, str | None]] = {

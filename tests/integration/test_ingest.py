@@ -79,7 +79,7 @@ def append_rows(lakehouse: Lakehouse, identifier: str) -> list[int]:
 
 
 def kill_after_first_append(tmp_path: Path, call: str) -> None:
-    """Run one ingestion in a process of its own, which dies as soon as its first append has landed."""
+    """Run one ingestion in a new process, which dies as soon as its first append has landed."""
     program = f"""
 import os
 from pathlib import Path
@@ -107,7 +107,7 @@ def test_corpus_arrives_in_three_appends(lakehouse: Lakehouse, root: Path) -> No
 
 
 def test_corpus_decodes_each_file_by_its_own_declaration(lakehouse: Lakehouse, root: Path) -> None:
-    """A Latin-1 file becomes the text that its author wrote, and its size is that of its UTF-8 form."""
+    """A Latin-1 file becomes the text that its author wrote, with the size of its UTF-8 form."""
     ingest_stdlib_corpus(lakehouse, root=root)
     rows = lakehouse.load("sources.stdlib").scan("path = 'latin.py'").to_arrow().to_pylist()
     assert rows[0]["source"] == "# -*- coding: latin-1 -*-\nname = 'é'\n"
@@ -125,7 +125,7 @@ def test_undecodable_files_are_counted_and_left_out(lakehouse: Lakehouse, root: 
 
 
 def test_installed_packages_and_caches_are_no_stdlib(lakehouse: Lakehouse, root: Path) -> None:
-    """What lies in site-packages, dist-packages or __pycache__ is not ingested."""
+    """Files in site-packages, dist-packages or __pycache__ are not ingested."""
     for name in ("site-packages", "pkg/dist-packages", "__pycache__"):
         (root / name).mkdir()
         (root / name / "other.py").write_text("x = 1\n")
@@ -143,7 +143,7 @@ def test_named_folders_are_left_out(lakehouse: Lakehouse, root: Path) -> None:
 
 
 def test_corpus_is_ingested_once(lakehouse: Lakehouse, root: Path) -> None:
-    """A second ingestion of the same sources appends nothing and says so."""
+    """A second ingestion of the same sources appends nothing and reports it."""
     first = ingest_stdlib_corpus(lakehouse, root=root)
     again = ingest_stdlib_corpus(lakehouse, root=root)
     assert (again.appends, again.appended_documents, again.digest) == (0, 0, first.digest)
@@ -160,7 +160,7 @@ def test_another_corpus_is_refused(lakehouse: Lakehouse, root: Path) -> None:
 
 
 def test_killed_corpus_ingestion_continues(lakehouse: Lakehouse, root: Path, tmp_path: Path) -> None:
-    """After a kill behind the first append the next ingestion adds the rest: no document is lost or doubled."""
+    """After a kill past the first append the next ingestion adds the rest: no document is lost or doubled."""
     kill_after_first_append(tmp_path, "ingest_stdlib_corpus(lakehouse, root=tmp / 'lib', progress=die)")
     assert append_rows(lakehouse, "sources.stdlib") == [6]
     assert COMPLETE_PROPERTY not in lakehouse.load("sources.stdlib").properties
@@ -171,7 +171,7 @@ def test_killed_corpus_ingestion_continues(lakehouse: Lakehouse, root: Path, tmp
 
 
 def test_two_ingestions_at_once_share_the_work(lakehouse: Lakehouse, root: Path) -> None:
-    """An ingestion that starts inside another, behind its first append, leaves every document there once."""
+    """If an ingestion starts inside another, after its first append, every document is ingested once."""
     reports: list[CorpusReport] = []
 
     def start_another(done: int, total: int) -> None:
@@ -184,7 +184,7 @@ def test_two_ingestions_at_once_share_the_work(lakehouse: Lakehouse, root: Path)
 
 
 def test_tokens_decode_back_to_the_sources(lakehouse: Lakehouse, root: Path, tmp_path: Path) -> None:
-    """All sequences end to end are the documents with an end behind each, then padding, and nothing else."""
+    """All sequences end to end are the documents with an end token after each, then padding, and nothing else."""
     ingest_stdlib_corpus(lakehouse, root=root)
     report = tokenize(lakehouse, tmp_path)
     line = token_line(lakehouse)
@@ -246,7 +246,7 @@ def test_tokens_are_written_once(lakehouse: Lakehouse, root: Path, tmp_path: Pat
 
 
 def test_killed_tokenization_continues(lakehouse: Lakehouse, root: Path, tmp_path: Path) -> None:
-    """After a kill behind the first append the next call adds the rest, and the table equals an undisturbed one."""
+    """After a kill past the first append the next call adds the rest, and the table equals an undisturbed one."""
     ingest_stdlib_corpus(lakehouse, root=root)
     kill_after_first_append(
         tmp_path,

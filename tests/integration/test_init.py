@@ -72,7 +72,7 @@ _SHAPES = {
         "left out: attention_mask (a list)",
     ),
 }
-"""Columns of a table, those that are chosen, and a part of what the command says."""
+"""Columns of a table, the chosen columns, and a part of the command's output."""
 _DECIMALS = pa.table({"price": pa.array([1, 2], pa.decimal128(5, 2))})
 _UNSIGNED = pa.table({"x": [1.0], "n": pa.array([1], pa.uint64())})
 _CHOSEN = {"numbers": ["a", 'b "c"', "när"], "tokens": ["ids"], "text": ["text"], "times": ["day", "x"]}
@@ -120,7 +120,7 @@ def test_written_script_trains_at_once(folder: Path, here: Command, name: str) -
     "name", ["labelled", *(pytest.param(name, marks=pytest.mark.slow) for name in _SHAPES if name != "labelled")]
 )
 def test_choice_is_explained_and_trains(folder: Path, here: Command, name: str) -> None:
-    """Documents come before file names, ids are no features, a label has classes. The command says what it left out."""
+    """Documents come before file names, ids are no features, a label has classes. The command reports the columns left out."""
     columns, chosen, said = _SHAPES[name]
     Path("made").mkdir()
     pq.write_table(pa.table(columns), "made/a.parquet")

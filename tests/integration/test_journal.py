@@ -335,7 +335,7 @@ def test_journal_elsewhere_is_read(trained: Arena, tmp_path: Path) -> None:
 
 
 def test_copied_lakehouse_is_rebuilt(trained: Arena, tmp_path: Path) -> None:
-    """A copy has a journal of its own, and is rebuilt from it with the places as they are recorded."""
+    """A copy writes a separate journal, and is rebuilt from it with the recorded addresses."""
     home = shutil.copytree(trained.home, tmp_path / "copy")
     before = files_of(trained)
     name_checkpoint(Ledger(connect(LakehouseConfig().at_home(home))), "r", "copied", step=30)

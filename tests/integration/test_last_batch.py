@@ -62,7 +62,7 @@ def test_plain_loop_sees_exactly_the_rows(uneven: Datasets, name: str) -> None:
 
 
 def test_last_batch_is_dropped_or_padded(uneven: Datasets) -> None:
-    """`drop` delivers full batches only; `pad` marks the zero rows; `len` counts what is delivered."""
+    """`drop` delivers full batches only, `pad` marks the zero rows, and `len` counts the delivered batches."""
     wanted = ids(uneven.open(table="src.c", passes=1))
     dropping = uneven.open(table="src.c", passes=1, last_batch="drop")
     assert len(dropping) == 37
@@ -124,7 +124,7 @@ def test_ragged_and_nullable_columns_are_cut_together(uneven: Datasets) -> None:
 
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.soak), 8])
 def test_ranks_have_as_many_batches(uneven: Datasets, world_size: int) -> None:
-    """Without a process group ranks have equally many batches, and together every row once; the mean is that of one rank."""
+    """Without a process group ranks have equally many batches, together every row once, and the mean of one rank."""
     parts = {
         policy: [
             list(uneven.open(table="src.c", passes=1, rank=rank, world_size=world_size, last_batch=policy))

@@ -1,4 +1,4 @@
-"""`place = "late"`: a source whose rows come after those of all others, in any number of attempts."""
+"""`place = "late"`: a source whose rows come after all other sources' rows, in any number of attempts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_late_rows_come_last(arena: Arena) -> None:
 
 
 def test_packed_late_documents_come_last(datasets: Datasets) -> None:
-    """The sequences of the late source's documents follow those of the other one, in each key group."""
+    """In each key group, the sequences of the late source's documents follow the first source's."""
     datasets.append("src.late", rows_of(100, start=1000))
     more = [{"table": "src.late", "columns": ["tokens"], "place": "late"}]
     settings: dict[str, Any] = {"columns": ["tokens"], "length": 16, "batch_size": 16, "key_groups": 4}

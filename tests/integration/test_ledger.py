@@ -46,7 +46,7 @@ def claimed(ledger: Ledger, nonce: str = "n1", replaces: int = 0) -> Attempt:
 
 
 def checkpoint(ledger: Ledger, attempt: Attempt, name: str, parent: str | None) -> Fence:
-    """Commit a checkpoint of one row and one advance; returns the fence behind it."""
+    """Commit a checkpoint of one row and one advance. Return the fence after it."""
     rows: list[LedgerRow] = [
         CheckpointRow(checkpoint_id=name, parent=parent),
         AdvanceRow(checkpoint_id=name),
@@ -55,7 +55,7 @@ def checkpoint(ledger: Ledger, attempt: Attempt, name: str, parent: str | None) 
 
 
 def test_a_run_from_claim_to_finish(arena: Arena) -> None:
-    """Every append has one seq more, names the head behind it in all its rows, and `finish` closes the run."""
+    """Every append has the next seq, names the resulting head in all its rows, and `finish` closes the run."""
     ledger = Ledger(arena.lakehouse)
     assert not ledger.state(RUN).exists
     attempt = claimed(ledger)
@@ -110,7 +110,7 @@ def test_runs_do_not_see_each_other(arena: Arena) -> None:
 
 
 def test_two_claims_of_one_failed_attempt(arena: Arena) -> None:
-    """One wins, the other steps aside and appends nothing."""
+    """The first wins. The second steps aside and appends nothing."""
     ledger, other = Ledger(arena.lakehouse), Ledger(connect(arena.lakehouse.config))
     claimed(ledger)
     assert claimed(other, "n2", replaces=1).number == 2
@@ -174,7 +174,7 @@ def test_a_quarantine_steps_the_head_back_once(arena: Arena) -> None:
 
 
 def test_what_was_decided_holds_beside_busy_other_runs(arena: Arena) -> None:
-    """Whoever reads a long run is slower than others commit: each of its tries would lose. A commit of the run itself counts."""
+    """A slow reader of a long run decides once, however often other runs commit. A commit of the run itself counts."""
     ledger, others = Ledger(arena.lakehouse, deadline_s=20.0), Ledger(arena.lakehouse)
     claimed(ledger)
     looks: list[int] = []
@@ -192,7 +192,7 @@ def test_what_was_decided_holds_beside_busy_other_runs(arena: Arena) -> None:
 
 
 def test_decision_repeats_after_other_rows(arena: Arena) -> None:
-    """Also when others and a merge of files have committed behind them."""
+    """A decision is repeated after other rows of the run, also if other runs and a merge of files have committed since."""
     ledger, others = Ledger(arena.lakehouse), Ledger(arena.lakehouse)
     claimed(ledger)
     looks: list[int] = []
@@ -259,7 +259,7 @@ def _named(state: RunState, name: str) -> Append:
 
 
 def test_quarantined_checkpoint_is_not_restorable(arena: Arena) -> None:
-    """A damaged checkpoint is in no list of those that can be restored, rewound to, named or exported, by id or by step."""
+    """A damaged checkpoint cannot be restored, rewound to, named or exported, by id or by step."""
     ledger = Ledger(arena.lakehouse)
     attempt = claimed(ledger)
     checkpoint(ledger, attempt, "a", None)

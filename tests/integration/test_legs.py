@@ -64,7 +64,7 @@ def rewrite(arena: Arena, *, but_first: int = 0) -> None:
 
 
 def test_a_run_goes_on_to_what_was_appended(arena: Arena) -> None:
-    """Every launch reads what came since, each row once; the boundary lies inside a batch, and the tail waits."""
+    """Every launch reads the new rows, each once. The boundary is inside a batch, and the tail waits."""
     arena.table(appends=(100,), row_group_rows=20)
     spec = arena.spec("r", **FOLLOWING)
     first = arena.train(spec)
@@ -85,7 +85,7 @@ def test_a_run_goes_on_to_what_was_appended(arena: Arena) -> None:
 
 
 def test_a_crash_between_appends_changes_nothing(arena: Arena) -> None:
-    """A run that dies after it re-pinned goes on as one that did not."""
+    """A run that dies after it re-pinned resumes like one that did not."""
     arena.table(appends=(100,), row_group_rows=20)
     for run in ("whole", "killed"):
         arena.train(arena.spec(run, **FOLLOWING))
@@ -149,7 +149,7 @@ def test_followed_snapshot_is_pinned_and_released(arena: Arena) -> None:
 
 @pytest.mark.soak
 def test_files_may_go_after_expiry(arena: Arena) -> None:
-    """The audit misses a data file as long as its snapshot is there; what the table has expired is its own affair."""
+    """The audit reports a missing data file while its snapshot exists, and no file that the table has expired."""
     arena.table(appends=(96,), row_group_rows=50)
     spec = arena.spec("r", **FOLLOWING, identity_columns=["row_id"], keep_last=1)
     arena.train(spec)
@@ -235,7 +235,7 @@ def test_checkpoint_before_claim_keeps_leg(arena: Arena, monkeypatch: pytest.Mon
 
 
 def test_later_snapshot_starts_next_pass(arena: Arena) -> None:
-    """Naming another snapshot ends the pass over the old one, and goes on with passes over the new one."""
+    """Naming another snapshot ends the pass over the old one, and continues with passes over the new one."""
     arena.table(appends=(100,), row_group_rows=20)
     settings = {**SMALL, "passes": 2}
     first = arena.train(arena.spec("r", **settings), until=5)
@@ -248,7 +248,7 @@ def test_later_snapshot_starts_next_pass(arena: Arena) -> None:
 
 
 def test_renamed_table_resumes(arena: Arena) -> None:
-    """The pin keeps what is read, and the table counts by its uuid; the spec gives its new name."""
+    """The pin keeps the files that are read, and the table counts by its uuid. The spec gives its new name."""
     arena.table(appends=(100, 60), row_group_rows=20)
     whole = arena.train(arena.spec("whole", **SMALL))
     arena.train(arena.spec("r", **SMALL), until=5)
@@ -278,7 +278,7 @@ def damage(path: str, row_group: int) -> None:
 
 @pytest.mark.parametrize("policy", [pytest.param("fail", marks=pytest.mark.soak), "quarantine"])
 def test_damaged_row_group_follows_policy(arena: Arena, policy: str) -> None:
-    """By policy; what is left out is named in the ledger with the reason, and every other row is read once."""
+    """The run fails, or quarantines: the ledger names the omitted rows and the reason, and every other row is read once."""
     arena.table(appends=(100, 60), row_group_rows=20)
     path = sorted(arena.lakehouse.load("src.t").inspect.files()["file_path"].to_pylist())[0]
     damage(path.removeprefix("file://"), 1)
@@ -306,7 +306,7 @@ def test_damaged_row_group_follows_policy(arena: Arena, policy: str) -> None:
 
 @pytest.mark.soak
 def test_a_warehouse_that_is_away_is_not_damage(arena: Arena) -> None:
-    """Where no data file can be read nothing is quarantined, whatever the policy: the run ends, and can go on later."""
+    """If no data file can be read nothing is quarantined under any policy. The run ends, and can resume later."""
     arena.table(appends=(100, 60), row_group_rows=20)
     spec = arena.spec("r", **{**SMALL, "world_size": 1}, on_unreadable="quarantine", attempts_without_progress=1)
     paths = [

@@ -27,7 +27,7 @@ SAME = ("run", "state", "step", "loss", "consumed_share", "at_risk_steps", "atte
 
 
 def test_following_status_equals_new_one(arena: Arena) -> None:
-    """It asks for new rows only: behind commits, another attempt, a rewind and the end of the run."""
+    """It reads new rows only: after commits, another attempt, a rewind and the end of the run."""
     arena.table(appends=(500,))
     spec = arena.spec("r", world_size=1, passes=1, every_steps=5)
     ledger = Ledger(arena.lakehouse)
@@ -53,7 +53,7 @@ def test_following_status_equals_new_one(arena: Arena) -> None:
 
 
 def test_concurrent_checkpoint_is_not_step_zero(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is said of a run at one time agrees with itself, however busy the run is."""
+    """A status at one time is consistent, however busy the run is."""
     arena.table(appends=(500,))
     spec = arena.spec("r", world_size=1, passes=1, every_steps=5)
     arena.train(spec, until=7)

@@ -51,7 +51,7 @@ def launch(arena: Arena, attempt: int, texts: dict[int, str], **detail: Any) -> 
 
 
 def test_logs_of_last_attempt(arena: Arena, logs: Logs) -> None:
-    """All of it, some ranks or lines of it, or those of another attempt; a rewind, which trains nothing, has none."""
+    """All lines, or only some ranks, lines or another attempt. A rewind, which trains nothing, has none."""
     launch(arena, 1, {0: "first\n"})
     launch(arena, 2, {0: "a\nb\nc\n", 1: "d\n\x1b[2Je"})
     claim(Ledger(arena.lakehouse), "r", nonce="rewind", replaces=2, detail={"purpose": "rewinds", "origin": "x"})
@@ -62,7 +62,7 @@ def test_logs_of_last_attempt(arena: Arena, logs: Logs) -> None:
 
 
 def test_logs_of_led_nodes(arena: Arena, logs: Logs) -> None:
-    """A node that is led has a launch folder of its own, which no claim names, in the same folder of the run."""
+    """A following node has a separate launch folder, which no claim names, in the same folder of the run."""
     led = launch(arena, 1, {0: "a\n"}).with_name("launch-led")
     led.mkdir()
     log_file(led, 1).write_text("b\n")

@@ -85,7 +85,7 @@ def test_arguments_are_the_callers(audit: duckdb.DuckDBPyConnection, macro: str)
 
 @pytest.mark.parametrize("macro", marked(reads_relation=True))
 def test_relation_of_own_name(audit: duckdb.DuckDBPyConnection, macro: str) -> None:
-    """A macro reads the relation that is named, also if it has the name of one of its own tables."""
+    """A macro reads the named relation, even if one of the macro's tables has the same name."""
     names = MACROS[macro][0]
     rest = ", ".join(f"(SELECT {each} FROM arguments_of)" for each in names[1:])
     source = "advances" if names == ["moved"] else "relation_of"

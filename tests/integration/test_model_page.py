@@ -33,7 +33,7 @@ def test_name_is_no_formula(arena: Arena, run: str) -> None:
 
 
 def test_undrawn_picture_fails_nothing(arena: Arena, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The page has the reason in place of a picture that cannot be drawn, and the other pictures."""
+    """In place of a picture that cannot be drawn the page has the reason. All other pictures stay."""
 
     def draw(*content: Any) -> bytes:
         raise ValueError("no font")

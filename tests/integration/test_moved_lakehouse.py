@@ -56,7 +56,7 @@ def test_moved_lakehouse_trains_on(trained: Arena, tmp_path: Path) -> None:
 
 
 def test_copied_lakehouse_leaves_original_alone(trained: Arena, tmp_path: Path) -> None:
-    """After `cp -r` the copy trains on with its own files, also if the original is gone, and does not change the original."""
+    """After `cp -r` the copy trains on with the copied files, even if the original is gone, and does not change the original."""
     before = content_of(trained.home)
     copy = tmp_path / "copy"
     shutil.copytree(trained.home, copy, symlinks=True)
@@ -99,7 +99,7 @@ def test_lakehouse_moves_twice(trained: Arena, tmp_path: Path) -> None:
 
 
 def test_catalog_copied_alone_is_refused(trained: Arena, tmp_path: Path) -> None:
-    """A catalog without its tables does not read those of the original."""
+    """A catalog without its tables does not read the original's tables."""
     alone = tmp_path / "alone"
     alone.mkdir()
     shutil.copy(trained.home / "catalog.db", alone)

@@ -72,7 +72,7 @@ def train(
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf"), float("-inf")])
 def test_nonfinite_loss_stops_run(arena: Arena, loss: float) -> None:
-    """The head is the checkpoint before, and status says why the run was given up."""
+    """The head is the checkpoint before, and status reports why the run was given up."""
     arena.table(appends=(600,))
     with pytest.raises(LossNotFinite, match="at step 10"):
         train(arena, {10: loss})
@@ -107,7 +107,7 @@ def test_trainer_saves_no_nonfinite_weights(arena: Arena) -> None:
 
 @pytest.mark.parametrize(("index", "refused"), [(1, False), (2, True), (3, True), (4, False)])
 def test_weights_are_checked_when_copied(tmp_path: Path, index: int, refused: bool) -> None:
-    """The verdict is on the numbers that were copied, and of those in a storage only on those of a weight."""
+    """Only the copied numbers are checked, and of a shared storage only the numbers of a weight."""
     storage = torch.zeros(8)
     storage[index] = float("nan")
     model = torch.nn.Linear(2, 1, bias=False)
@@ -156,7 +156,7 @@ def test_failed_check_is_raised_at_the_end(arena: Arena) -> None:
 
 @pytest.mark.parametrize(("rank", "status", "checked"), [(0, 1, 2), (2, 1, 1), (3, 1, 0), (0, 2, 0)])
 def test_partition_is_checked_without_padding(arena: Arena, rank: int, status: int, checked: int) -> None:
-    """Five numbers on four ranks: the last two have padding, which nothing initializes. What is on NVMe has no memory."""
+    """Five numbers on four ranks: the last two ranks have uninitialized padding. Weights on NVMe have no memory."""
     parameter: Any = torch.nn.Parameter(torch.empty(0))
     parameter.ds_numel, parameter.ds_process_group = 5, "ranks"
     parameter.ds_tensor = torch.zeros(2)
@@ -211,7 +211,7 @@ def test_warn_trains_on(arena: Arena) -> None:
 
 
 def test_supervisor_does_not_relaunch_nan(arena: Arena) -> None:
-    """One attempt, its own exit status, no quarantined row, and one row that says that it was given up."""
+    """The run ends after one attempt with a specific exit status, no quarantined row, and one row with the reason."""
     arena.table(appends=(600,))
     launch = arena.launch(arena.spec("r", passes=1, every_steps=5, nan_from=8))
     assert launch.wait() == LossNotFinite.exit_code, launch.stderr

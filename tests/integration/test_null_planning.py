@@ -16,7 +16,7 @@ _Y = [0.5] * 12 + [None, None] + [0.5] * 6
 
 
 def planned(arena: Arena, folder: Path, *, statistics: bool = True, **settings: Any) -> int:
-    """Plan a table of 20 rows in row groups of 10, of which the rows 12 and 13 have a null. Return its live rows."""
+    """Plan a table of 20 rows in row groups of 10. Rows 12 and 13 have a null. Return its live rows."""
     (folder / "pages").mkdir(exist_ok=True)
     table = pa.table({"row_id": range(20), "x": [[1.0]] * 20, "y": _Y})
     pq.write_table(table, folder / "pages/a.parquet", row_group_size=10, write_statistics=statistics)
@@ -55,7 +55,7 @@ def test_uncertain_null_is_planned(arena: Arena, tmp_path: Path, settings: dict[
 
 
 def test_transform_gets_nulls(arena: Arena, tmp_path: Path) -> None:
-    """Nulls in the columns of a transform are its own affair."""
+    """Nulls in the columns of a transform are left to the transform."""
     (tmp_path / "fill.py").write_text("def fill(batch):\n    return batch\n")
     assert planned(arena, tmp_path, transform=f"{tmp_path}/fill.py:fill") == 20
 

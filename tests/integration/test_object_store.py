@@ -56,7 +56,7 @@ def job(store: ObjectStore, home: Path) -> JobSpec:
 
 
 def test_a_row_group_is_read_in_one_range(store: ObjectStore, tmp_path: Path) -> None:
-    """Both columns of a row group come in one ranged request, not in two; some more for the footer, and what is repeated."""
+    """Both columns of a row group come in one ranged request, not in two. Footers and repeats add a few requests."""
     spec = job(store, tmp_path / "home")
     lakehouse = connect(spec.lakehouse)
     leg = first_leg(spec, [make_plan(lakehouse, spec.source)])
@@ -71,7 +71,7 @@ def test_a_row_group_is_read_in_one_range(store: ObjectStore, tmp_path: Path) ->
 def test_a_run_is_killed_resumed_and_audited(
     store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ledger commits, recovery and audit work as on a disk; the checkpoints lie in a local folder."""
+    """Ledger commits, recovery and audit work as on a disk, with the checkpoints in a local folder."""
     spec = job(store, tmp_path / "home")
     path = tmp_path / "job.yaml"
     path.write_text(yaml.safe_dump(spec.model_dump()))
@@ -101,7 +101,7 @@ def test_a_run_is_killed_resumed_and_audited(
 
 
 def test_warehouse_outage_is_awaited(store: ObjectStore, network: Network, tmp_path: Path) -> None:
-    """A look at the ledger says that it is away; an append is repeated until it is back, and lands once."""
+    """A look at the ledger reports the outage. An append is repeated until the store is back, and lands once."""
     lakehouse = connect(
         LakehouseConfig(warehouse="s3://lake/warehouse", properties=store.properties(network.url)).at_home(tmp_path)
     )

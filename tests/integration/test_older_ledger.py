@@ -109,7 +109,7 @@ def test_older_ledger_is_refused(arena: Arena, every: int, until: int) -> None:
 
 
 def test_one_commit_is_missed(arena: Arena) -> None:
-    """A catalog that lacks nothing but the last commit of a live attempt: the mark in the store tells of it."""
+    """If a catalog lacks only the last commit of a live attempt, the mark in the store reveals it."""
     arena.table()
     spec = arena.spec("r", world_size=1, passes=1)
     (arena.home / "r.yaml").write_text(yaml.safe_dump(spec.model_dump()))
@@ -143,7 +143,7 @@ def test_restored_store_and_warehouse_work(arena: Arena) -> None:
 
 @pytest.mark.soak
 def test_warehouse_restored_without_store(arena: Arena) -> None:
-    """Catalog and warehouse are of one backup, and the store is newer: the store alone tells of it."""
+    """If catalog and warehouse come from one backup and the store is newer, the store alone reveals it."""
     arena.table()
     spec = arena.spec("r", world_size=1, passes=1)
     arena.train(spec, until=15)

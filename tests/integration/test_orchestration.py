@@ -37,7 +37,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries war
 
 
 def test_run_without_process_is_lost(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
-    """Of three runs the one whose process has ended fails, a cancelled one is cancelled, and the living one goes on."""
+    """Of three runs, one without a process fails, a cancelled one is cancelled, and a living one continues."""
     (home / FILE).write_text("[recovery]\ngone_after_s = 0.2\nlost_after_s = 60\n")
     spec = arena.spec("lost")
     states = (dg.DagsterRunStatus.STARTED, dg.DagsterRunStatus.STARTED, dg.DagsterRunStatus.CANCELING)
@@ -126,14 +126,14 @@ def test_run_dead_before_heartbeat_is_lost(
 
 
 def look(instance: dg.DagsterInstance, cursor: str | None) -> tuple[str | None, str]:
-    """One evaluation of the sensor: its new cursor, and what it said."""
+    """Evaluate the sensor once. Return its new cursor and its messages."""
     context = dg.build_sensor_context(instance=instance, cursor=cursor)
     data = lost_run_sensor.evaluate_tick(context)
     return data.cursor, data.skip_message or ""
 
 
 def test_run_with_manual_launch_stays(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
-    """The lock of the launch tells: while somebody holds it there is nothing to recover; afterwards there is."""
+    """While a process holds the lock of the launch there is nothing to recover. Afterwards there is."""
     arena.table()
     spec = arena.spec("by-hand", world_size=1)
     arena.train(spec, until=15)
@@ -213,7 +213,7 @@ def test_the_verify_job_finds_damage_and_records_it(arena: Arena, home: Path, in
 
 
 def test_settings_that_are_wrong_are_named(tmp_path: Path) -> None:
-    """A field that does not exist is named with the one that was probably meant; without a file the defaults hold."""
+    """An unknown field is named with its probable spelling. Without a file the defaults hold."""
     assert read_settings(tmp_path).recovery.lost_after_s == 120.0
     (tmp_path / FILE).write_text("[recovery]\nlost_after = 5\n")
     with pytest.raises(SpecInvalid, match="did you mean 'lost_after_s'"):
@@ -221,7 +221,7 @@ def test_settings_that_are_wrong_are_named(tmp_path: Path) -> None:
 
 
 def test_preempted_cancelled_run_is_recovered(instance: dg.DagsterInstance, arena: Arena) -> None:
-    """The sensor on cancelled runs skips what a person cancelled, and says so."""
+    """The sensor on cancelled runs skips runs that a person cancelled, and reports it."""
     sensor = defs.get_repository_def().get_sensor_def("preemption_sensor")
     arena.table()
     spec = arena.spec("cancelled", world_size=1)

@@ -1,4 +1,4 @@
-"""Replica groups that find each other without a supervisor, in one process. Each opening of a file has locks of its own there."""
+"""Replica groups that find each other without a supervisor, in one process, where each opening of a file locks separately."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 def begin_launch(
     arena: Arena, number: int, held: ExitStack, *, restarted: bool = False, takeover: bool = False, **changes: Any
 ) -> OwnLaunch:
-    """Let a group claim the run, or join. `changes` are those of the job spec. `restarted`: by torchrun, after a failure."""
+    """Let a group claim the run, or join. `changes` are fields of the job spec. `restarted`: by torchrun, after a failure."""
     arena.monkeypatch.setenv(GROUP_VARIABLE, str(number))
     arena.monkeypatch.setenv(_RESTARTS, str(int(restarted)))
     arena.monkeypatch.setenv("LOCAL_RANK", "0")  # its launcher is the process that has started the tests
@@ -49,7 +49,7 @@ class Group:
     def __init__(
         self, arena: Arena, number: int, *, restarted: bool = False, takeover: bool = False, **changes: Any
     ) -> None:
-        """The arguments are those of `begin_launch`."""
+        """Begin a launch with the arguments of `begin_launch`."""
         self.spec = arena.spec(RUN, **{"replicas": 3, "world_size": 1, **changes})
         self.number = number
         with ExitStack() as held:
@@ -88,7 +88,7 @@ def attempts(arena: Arena) -> list[int]:
 
 
 def test_first_group_claims_and_others_join(arena: Arena, start: Callable[..., Group]) -> None:
-    """All of them have the state of the resume point. Another launch is refused as long as one of them lives."""
+    """All groups have the state of the resume point. Another launch is refused while any group lives."""
     first, second = start(2), start(0)
     assert (first.launch.claimed, second.launch.claimed) == (True, False)
     assert not (first.launch.rejoins)
@@ -104,7 +104,7 @@ def test_first_group_claims_and_others_join(arena: Arena, start: Callable[..., G
 
 
 def test_dead_group_needs_state_of_a_peer(arena: Arena, start: Callable[..., Group]) -> None:
-    """It shares the run's lock once it has it. If the others die before, there is nothing left to join."""
+    """A restarted group shares the run's lock once it has it. If all peers die before, there is nothing left to join."""
     first, second = start(0), start(1)
     first.note(Phase.TRAINING)
     first.end()
@@ -133,7 +133,7 @@ def test_healed_group_keeps_the_attempt(arena: Arena, start: Callable[..., Group
 
 
 def test_newcomer_notices_another_attempt(arena: Arena, start: Callable[..., Group]) -> None:
-    """While it builds its model, the groups with the state die, and one of them claims the next attempt."""
+    """While it builds its model, the groups with the state die, and a restarted group claims the next attempt."""
     first, second = start(0), start(1)
     second.end()
     newcomer = start(1, restarted=True)
@@ -147,7 +147,7 @@ def test_newcomer_notices_another_attempt(arena: Arena, start: Callable[..., Gro
 
 
 def test_late_group_has_no_state(arena: Arena, start: Callable[..., Group]) -> None:
-    """Once the others have formed a quorum, the resume point is not the state of the run any more."""
+    """After its peers have formed a quorum, the resume point is not the state of the run any more."""
     first, second = start(0), start(1)
     assert not second.launch.rejoins
     first.launch.met()

@@ -12,7 +12,7 @@ from benchmarks.intervals import measured_of, train_in_blocks
 
 @pytest.mark.slow
 def test_each_failure_is_recovered_exactly(tmp_path: Path) -> None:
-    """The losses of both runs are those of the undisturbed one. Without states in memory each failure resumes from the store."""
+    """Both runs have the losses of the undisturbed run. Without states in memory each failure resumes from the store."""
     figures = failures.measure(tmp_path, table_bytes=40_000_000, rounds=1)
     assert [name for name, figure in figures.items() if not figure.holds] == []
     assert figures["state_bytes"].value > 40_000_000

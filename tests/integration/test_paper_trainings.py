@@ -18,7 +18,7 @@ from benchmarks.peer_loaders.environments import Environment
 
 @pytest.mark.slow
 def test_only_dlac_ignores_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its losses are those of the undisturbed training, bit by bit. A loader without a state repeats rows and loses others."""
+    """It has the losses of the undisturbed training, bit by bit. A loader without a state repeats rows and loses rows."""
     ours = {key: method for key, method in METHODS.items() if method.environment == environments.OWN}
     monkeypatch.setattr(divergence, "METHODS", ours)
     settings = (

@@ -34,7 +34,7 @@ class Forked:
     """Rows that the parent had read at step 5."""
 
     def export(self, run: str, name: str = "weights.safetensors") -> tuple[Path, Any]:
-        """Export the head of a run, and write its passport. Return the file, and the output of the second command."""
+        """Export the head of a run by the command. Return the file, and the command's output."""
         out = self.arena.home.parent / name
         spec = str(self.arena.home / f"{run}.yaml")
         done = self.here("checkpoint", "export", run, str(out), "--spec", spec, home=self.arena.home)
@@ -101,7 +101,7 @@ def test_keys_of_other_columns_are_unknown(arena: Arena, here: Command) -> None:
 
 
 def test_run_without_keys_has_no_passport(arena: Arena, here: Command) -> None:
-    """An error names the setting, and no file is written."""
+    """The export is written, and the command reports that there is no passport."""
     arena.table(appends=(100,))
     arena.train(arena.spec("a", world_size=1, passes=1))
     out, refused = Forked(arena, here, set()).export("a")

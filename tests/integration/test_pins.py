@@ -81,7 +81,7 @@ def plan(lakehouse: Lakehouse, snapshot_id: int, plan_id: str, table: str = "src
 
 
 def ledger(lakehouse: Lakehouse, run: str, *rows: dict[str, Any]) -> None:
-    """Append ledger rows of a run, without the ledger's own checks."""
+    """Append ledger rows of a run without the ledger. A dict under `detail` becomes JSON."""
     schema = schema_to_pyarrow(CONSUMPTION, include_field_ids=False)
     first = len(run_rows(lakehouse, run)) + 1
     made = [{"run": run, "seq": seq, **row} for seq, row in enumerate(rows, start=first)]
@@ -95,7 +95,7 @@ def run_rows(lakehouse: Lakehouse, run: str) -> list[str]:
 
 
 def leg(*sources: dict[str, Any], index: int = 0, checkpoint_id: str = "c0") -> list[dict[str, Any]]:
-    """A checkpoint's row and that of its leg."""
+    """Return the row of a checkpoint and the row of its leg."""
     named = {"checkpoint_id": checkpoint_id, "leg": index}
     return [
         {"kind": "checkpoint", **named},
@@ -193,7 +193,7 @@ def test_a_renamed_table_is_the_same(lakehouse: Lakehouse) -> None:
 
 
 def test_run_releases_unneeded_pins(lakehouse: Lakehouse) -> None:
-    """Of the pins that it has used: not those that it, another run or a dataset may read, nor what it has never planned."""
+    """A run releases the pins that it has used, but no pin that it, another run or a dataset may still read."""
     snapshots = [append(lakehouse) for _ in range(6)]
     for number, snapshot in enumerate(snapshots[:5]):
         plan(lakehouse, snapshot, P[number])
@@ -209,7 +209,7 @@ def test_run_releases_unneeded_pins(lakehouse: Lakehouse) -> None:
 
 
 def test_claimed_pin_is_taken_again(lakehouse: Lakehouse, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another run's claim that lands between the look and the removal of the tag is heard of behind it."""
+    """Another run's claim that lands between the check and the removal of the tag is found after the removal."""
     snapshot = append(lakehouse)
     plan(lakehouse, snapshot, P[0])
     ledger(lakehouse, "r", *leg(source(P[0])), {"kind": "retire", "checkpoint_id": "c0"})
@@ -244,7 +244,7 @@ def test_what_a_pin_holds_back(lakehouse: Lakehouse) -> None:
 
 
 def test_pins_of_all_tables_or_of_one_run(lakehouse: Lakehouse) -> None:
-    """Without a name all planned tables are listed, dropped ones left out; a name is that of a run or of a table."""
+    """Without a name all planned tables are listed, without dropped ones. A name is a run's or a table's."""
     for name in ("src.a", "src.gone"):
         lakehouse.catalog.create_table(name, ROWS.schema)
     for plan_id, name in zip(P, ("src.t", "src.a", "src.gone"), strict=False):
@@ -275,7 +275,7 @@ def test_unpinning_is_refused_while_a_run_needs_it(lakehouse: Lakehouse) -> None
 
 
 def test_a_tag_that_was_moved_is_not_removed(lakehouse: Lakehouse) -> None:
-    """A pin's tag that names another snapshot is somebody else's doing, and stays."""
+    """A pin's tag that names another snapshot was made by another program, and stays."""
     first, second = append(lakehouse), append(lakehouse)
     lakehouse.load("src.t").manage_snapshots().create_tag(second, pin_tag(first)).commit()
     with pytest.raises(PinLost, match="another program moved it"):
@@ -309,7 +309,7 @@ def test_holding_without_a_tag(lakehouse: Lakehouse) -> None:
 def test_a_source_that_may_only_be_read(
     lakehouse: Lakehouse, monkeypatch: pytest.MonkeyPatch, refusal: Exception
 ) -> None:
-    """A catalog or warehouse that refuses the tag is told from one that is away, and the way out is named."""
+    """A catalog or warehouse that refuses the tag is distinguished from one that is unavailable, and the error names a remedy."""
     snapshot = append(lakehouse)
 
     def refuse(*_: Any) -> Any:
@@ -321,7 +321,7 @@ def test_a_source_that_may_only_be_read(
 
 
 def test_a_catalog_that_is_away_is_no_refusal(lakehouse: Lakehouse, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An answer that says nothing of rights stays what it was."""
+    """An answer that does not mention rights is reported unchanged."""
     snapshot = append(lakehouse)
 
     def away(*_: Any) -> Any:

@@ -74,7 +74,7 @@ def test_other_content_is_another_plan(arena: Arena, other: dict[str, object]) -
 
 
 def test_racing_planners_leave_one_plan(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two planners that both saw no plan write one plan row between them, and both use the one that won."""
+    """Two planners that both saw no plan write one plan row between them, and both use the plan that was committed."""
     barrier, found = threading.Barrier(2, timeout=60), []
     real = plans.write_plan
 
@@ -187,7 +187,7 @@ def test_units_whose_answer_was_lost_are_written_once(arena: Arena, monkeypatch:
 
 
 def test_plan_with_extra_units_is_refused(arena: Arena) -> None:
-    """Somebody's hand in `work_units` is an error, not twice the rows."""
+    """Work units that another program added are an error, and their rows are not read twice."""
     plan = make_plan(arena.lakehouse, source())
     units = plans.read_units(arena.lakehouse, plan.row)
     plans.append_own(arena.lakehouse, "work_units", units.slice(0, 1), unless=lambda: False)
@@ -196,7 +196,7 @@ def test_plan_with_extra_units_is_refused(arena: Arena) -> None:
 
 
 def test_an_unknown_plan_is_a_clear_error(arena: Arena) -> None:
-    """A plan id that nobody wrote is named."""
+    """A plan id that no planner wrote is named in the error."""
     with pytest.raises(SpecInvalid, match="'p0'"):
         Plans(arena.lakehouse).load("p0")
 
@@ -264,7 +264,7 @@ UNREADABLE: list[tuple[dict[str, Any], type[DlacError], str]] = [
     ),
     ({"mixture": [{"table": "src.u", "columns": ["row_id", "x"]}]}, NoSuchTable, "'src.u'"),
 ]
-"""Jobs that reading would refuse: what is changed, the error, and what it names."""
+"""Jobs that reading would refuse: the change, the error, and the text in it."""
 
 
 def test_unreadable_jobs_claim_nothing(arena: Arena) -> None:

@@ -25,7 +25,7 @@ from tests.postgres_server import needs_postgres, postgres
 pytestmark = needs_postgres
 SETTINGS = ("idle_in_transaction_session_timeout", "lock_timeout")
 ENOUGH_S = 120.0
-"""Until those who would wait for ever are let go on, so that a test fails and does not hang."""
+"""Seconds until a wait ends, so that a test with a defect fails instead of waiting forever."""
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def limits(engine: Engine) -> list[str]:
 
 
 def test_frozen_committer_blocks_no_other(config: LakehouseConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between UPDATE and COMMIT: others commit meanwhile; it hears that its own did not land, and commits again."""
+    """If others commit between UPDATE and COMMIT, an append learns that it did not land, and commits again."""
     frozen, other = Ledger(connect(config)), Ledger(connect(config))
     monkeypatch.setattr(safe_commit, "_POSTGRES_TIMEOUTS", dict(zip(SETTINGS, ("1s", "300ms"), strict=True)))
     claim(frozen, "r", nonce="n1", replaces=0, detail={})
@@ -74,7 +74,7 @@ def test_frozen_committer_blocks_no_other(config: LakehouseConfig, monkeypatch: 
 
 
 def test_locked_row_is_not_awaited_forever(config: LakehouseConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Past its deadline an append says that the catalog does not answer, and why."""
+    """After its deadline an append reports that the catalog does not answer, and the reason."""
     monkeypatch.setitem(safe_commit._POSTGRES_TIMEOUTS, "lock_timeout", "300ms")
     ledger = Ledger(connect(config), deadline_s=1.0)
     with create_engine(config.uri).begin() as connection:

@@ -63,7 +63,7 @@ def global_batches(by_rank: list[list[Batch]]) -> list[tuple[int, list[int]]]:
 
 @pytest.mark.usefixtures("table")
 def test_tensors_hold_the_rows_of_the_table(arena: Arena) -> None:
-    """Every sample's columns are those of one row of the table, in the types of the table, each row once per pass."""
+    """The columns of every sample come from one row, in the types of the table, and each row is read once per pass."""
     (batches,) = read(arena, plan_of(arena))
     rows = arena.lakehouse.load("src.t").scan().to_arrow().sort_by("row_id")
     x = np.stack(rows["x"].to_pylist())
@@ -99,7 +99,7 @@ def test_rank_count_keeps_global_batches(arena: Arena, world_size: int) -> None:
 @pytest.mark.usefixtures("table")
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_resume_anywhere(arena: Arena, world_size: int) -> None:
-    """A reader opened behind any step gives exactly what an uninterrupted one gives from there, cursors included."""
+    """A reader opened after any step gives exactly the batches and cursors of an uninterrupted reader."""
     plan = plan_of(arena)
     whole = read(arena, plan, world_size=world_size)
     for step in range(len(whole[0]) + 1):

@@ -36,7 +36,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Arena, Path
 
 @pytest.fixture
 def trained(kept: tuple[Arena, Path]) -> Arena:
-    """The lakehouse as it was before any damage, at its own place."""
+    """Return the lakehouse from before any damage, at its original path."""
     arena, copy = kept
     shutil.rmtree(arena.home)
     shutil.copytree(copy, arena.home)

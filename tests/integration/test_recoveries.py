@@ -118,7 +118,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_small_files_are_opened_once(arena: Arena, opened: list[str]) -> None:
-    """A run with many recoveries is read in turns of several filters, each of which needs all files."""
+    """A run with many recoveries is read with several filters in turn, and each filter needs all files."""
     files, filters = 120, [equals("outcome", name) for name in "abcdefghij"]
     table = arena.lakehouse.own("recoveries")
     table.append(recoveries_to_arrow(recovery(f"r{number}", seq=1) for number in range(files)))
@@ -129,7 +129,7 @@ def test_small_files_are_opened_once(arena: Arena, opened: list[str]) -> None:
 
 
 def test_least_recent_rows_are_dropped(arena: Arena, opened: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is room for the rows of two filters. The third replaces those that were not read for the longest time."""
+    """There is room for the rows of two filters. The rows of the third replace the least recently read ones."""
     write_recovery(arena.lakehouse, recovery("r", seq=1))
     size = own_rows._bytes_of(arena.lakehouse.read_own("recoveries", equals("outcome", "")))
     monkeypatch.setattr(own_rows, "_ROWS", own_rows._KeptRows(2 * size))

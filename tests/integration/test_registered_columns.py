@@ -52,7 +52,7 @@ def values_of(lakehouse: Lakehouse) -> dict[str, list[Any]]:
 
 
 def rename_groups(path: Path) -> None:
-    """Give the repeated groups of lists and maps, and what is in them, other names in a file's footer, as old writers do."""
+    """Rename the repeated groups of lists and maps, and their elements, in a file's footer, as old writers do."""
     content = path.read_bytes()
     length = int.from_bytes(content[-8:-4], "little")
     footer = content[-8 - length :]

@@ -169,7 +169,7 @@ def test_unfit_files_are_refused(
 
 
 def test_other_table_is_refused(arena: Arena, tmp_path: Path) -> None:
-    """A table with its own files is not mixed, nor that of another location."""
+    """A table that owns its files is not mixed with registered files, and neither is a table of another location."""
     arena.table()
     for name in ("one", "two"):
         write(tmp_path, f"{name}/a.parquet", 0)

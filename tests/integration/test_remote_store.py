@@ -33,7 +33,7 @@ def remote(
     address: str = "s3://lake/checkpoints/",
     **changes: Any,
 ) -> JobSpec:
-    """A run of 15 steps with a checkpoint every 5 in the bucket; its tables lie in a local folder."""
+    """Return a run of 15 steps with a checkpoint every 5 in the bucket, and its tables in a local folder."""
     arena.table(appends=(70, 50), row_group_rows=20)
     places = {"store": address, "store_properties": store.properties(url)}
     settings: dict[str, Any] = {"world_size": 1, "batch_size": 16, "key_groups": 4, "every_steps": 5}
@@ -123,7 +123,7 @@ def test_a_network_that_is_cut_is_waited_for(arena: Arena, store: ObjectStore, n
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["synchronous", pytest.param("asynchronous", marks=pytest.mark.soak)])
 def test_dead_store_ends_run_at_checkpoint(arena: Arena, store: ObjectStore, network: Network, mode: str) -> None:
-    """Past the deadline the run ends with one status that names the address; once the store is back it goes on exactly."""
+    """After the deadline the run ends with a status that names the address. With the store back it resumes exactly."""
     spec = remote(arena, store, network.url, mode=mode, store_deadline_s=2.0)
 
     def cut() -> None:

@@ -105,7 +105,7 @@ def test_damage_is_detected_and_named(arena: Arena, spec: JobSpec, tmp_path: Pat
 
 @pytest.mark.parametrize("how", ["flipped bit", pytest.param("manifest missing", marks=pytest.mark.soak)])
 def test_damaged_head_falls_back_to_parent(arena: Arena, spec: JobSpec, how: str) -> None:
-    """The data cursor steps back with the model: the rows behind the parent are read again, and the lineage is exact."""
+    """The data cursor steps back with the model: rows after the parent are read again, and the lineage is exact."""
     whole = arena.train(spec, until=13)
     bad, good = newest(arena), newest(arena, back=1)
     damage(bad, how)
@@ -131,7 +131,7 @@ def test_nothing_left_to_restore_stops_for_good(arena: Arena, spec: JobSpec) -> 
 
 
 def test_a_store_that_is_away_is_not_damage(arena: Arena, spec: JobSpec) -> None:
-    """A store that is not mounted is reported as such; nothing is quarantined, and once it is back the run goes on."""
+    """A store that is not mounted is reported, and nothing is quarantined. Once it is mounted the run resumes."""
     arena.train(spec, until=8)
     store = Path(spec.checkpoint.store)
     store.rename(store.with_name("elsewhere"))
@@ -172,7 +172,7 @@ def test_resuming_something_else_is_refused_by_name(arena: Arena, spec: JobSpec)
 
 
 def test_appends_do_not_disturb_run(arena: Arena, spec: JobSpec) -> None:
-    """A run resumes on the snapshot that it pinned, whatever was appended meanwhile."""
+    """A run resumes on the snapshot that it pinned, whatever was appended since."""
     whole = arena.train(arena.spec("whole", world_size=1, batch_size=16, key_groups=4, every_steps=5))
     arena.train(spec, until=8)
     table = arena.lakehouse.load("src.t")
@@ -182,7 +182,7 @@ def test_appends_do_not_disturb_run(arena: Arena, spec: JobSpec) -> None:
 
 
 def test_early_recovery_keeps_plan(arena: Arena) -> None:
-    """The source grew since: the run goes on with the snapshot that its first attempt was claimed for."""
+    """After the source has grown, the run resumes on the snapshot that its first attempt was claimed for."""
     arena.table(appends=(100, 100))
     spec = arena.spec("early", world_size=1)
     first = start_attempt(Plans(arena.lakehouse), spec, ClaimRequest())
@@ -265,7 +265,7 @@ def test_failed_vote_prevents_commit(spec: JobSpec, arena: Arena, monkeypatch: p
 
 
 def test_missing_step_done_is_named(arena: Arena, spec: JobSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch that is never reported as done stops the run before the next one: nothing is recorded behind its back."""
+    """A batch that is never reported as done stops the run before the next batch, so that nothing is recorded unnoticed."""
     monkeypatch.setattr("dlac_pipeline.train.training_run.TrainingRun.step_done", lambda self, loss: None)
     with pytest.raises(ScriptInvalid, match="step 1"):
         arena.train(spec)

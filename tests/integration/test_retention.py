@@ -1,4 +1,4 @@
-"""Old checkpoints are retired by the commit of a new one, and only what is retired is ever removed."""
+"""Old checkpoints are retired by the commit of a new one, and only retired checkpoints are ever removed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ STEPS = [10, 20, 30, 40, 50, 60, 63]
 
 
 def folders(arena: Arena, run: str) -> dict[int, Path]:
-    """The folders of a run's checkpoints that are there, by step."""
+    """Return the existing folders of a run's checkpoints, by step."""
     found = {row.step: folder_of(row.manifest_uri) for row in arena.rows(run, CheckpointRow)}
     return {step: folder for step, folder in found.items() if folder.exists()}
 
@@ -72,7 +72,7 @@ def test_only_kept_checkpoints_remain(arena: Arena, settings: dict[str, Any], ke
 
 
 def test_a_retired_checkpoint_is_never_resumed_from(arena: Arena) -> None:
-    """With the head damaged the run falls back to what is kept, though the folder of a retired one were still there."""
+    """With the head damaged the run falls back to a kept checkpoint, even if the folder of a retired one still exists."""
     arena.table()
     spec = arena.spec("r", world_size=1, passes=1, keep_last=2)
     arena.train(spec, until=35)
@@ -85,7 +85,7 @@ def test_a_retired_checkpoint_is_never_resumed_from(arena: Arena) -> None:
 
 
 def test_interrupted_removal_continues(arena: Arena) -> None:
-    """Folders of retired checkpoints, what a killed attempt had staged, and its folder go behind the next first checkpoint."""
+    """The first checkpoint of an attempt removes retired folders and the remains of killed attempts."""
     arena.table()
     spec = arena.spec("r", world_size=1, passes=1, keep_last=1)
     arena.train(spec, until=25)
@@ -116,7 +116,7 @@ def test_interrupted_removal_continues(arena: Arena) -> None:
 
 
 def test_sweep_spares_own_attempt(tmp_path: Path) -> None:
-    """The sweep removes what an older attempt staged and never committed, and leaves what its own attempt is staging."""
+    """The sweep removes files that an older attempt staged and never committed, and keeps files that its attempt is staging."""
     rows: list[LedgerRow] = [ClaimRow(nonce=nonce, marks_commits=True) for nonce in ("aaaa", "bbbb")]
     older = tmp_path / "r" / "attempt-0001" / "step-000000010-aaaa"
     own = tmp_path / "r" / "attempt-0002" / "step-000000020-bbbb"
@@ -130,7 +130,7 @@ def test_sweep_spares_own_attempt(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_a_store_that_was_moved_keeps_its_checkpoints(arena: Arena) -> None:
-    """The store lies elsewhere now, behind a link: what was committed under the old path is not taken for left over."""
+    """If a link leads to the store's new path, checkpoints committed under the old path are not removed."""
     arena.table()
     spec = arena.spec("r", world_size=1, passes=1)
     arena.train(spec, until=25)
@@ -180,7 +180,7 @@ def test_a_failed_checkpoint_is_the_attempt_s_last(arena: Arena, monkeypatch: py
 
 
 def test_unrelated_checkpoints_are_retired(tmp_path: Path) -> None:
-    """Behind a fallback the abandoned ones go as well; a quarantined one is left for whoever looks into it."""
+    """After a fallback, abandoned checkpoints are removed too. A quarantined one is kept for inspection."""
 
     def row(name: str, step: int, parent: str | None, **more: Any) -> CheckpointRow:
         uri = (tmp_path / name / "manifest.json").as_uri()
@@ -197,7 +197,7 @@ def test_unrelated_checkpoints_are_retired(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_the_command_line_lists_and_verifies(arena: Arena) -> None:
-    """`dlac checkpoint list` says what is there; `dlac checkpoint verify` names the file that is not what was committed."""
+    """`dlac checkpoints` lists the existing checkpoints. `dlac verify` names the file that differs from the committed one."""
     arena.table(appends=(500,))
     arena.train(arena.spec("r", world_size=1, passes=1, every_steps=5, keep_last=2))
     listed = json.loads(dlac("checkpoint", "list", "r", "--json", home=arena.home).stdout)
@@ -234,7 +234,7 @@ def test_the_command_line_lists_and_verifies(arena: Arena) -> None:
 
 
 def test_store_outage_is_not_damage(arena: Arena) -> None:
-    """What was found before is recorded, of the others nothing: they are whole again when the store is back."""
+    """Damage found before the outage is recorded, and no other checkpoint: they are whole again when the store is back."""
     arena.table(appends=(500,))
     arena.train(arena.spec("r", world_size=1, passes=1, every_steps=5))
     store = folders(arena, "r")[16].parent
@@ -267,7 +267,7 @@ def two_attempts(arena: Arena) -> JobSpec:
 
 @pytest.mark.soak
 def test_removed_attempt_folder_is_not_lost_store(arena: Arena) -> None:
-    """`dlac checkpoint verify` beside a live run leaves out what that retires meanwhile, the last one of its attempt as well."""
+    """`dlac verify` beside a live run skips checkpoints that the run retires at the same time, even an attempt's last one."""
     spec = two_attempts(arena)
     verdicts = verify_checkpoints(arena.lakehouse, "r")
     assert next(verdicts).checkpoint.step == 20
@@ -277,7 +277,7 @@ def test_removed_attempt_folder_is_not_lost_store(arena: Arena) -> None:
 
 @pytest.mark.soak
 def test_rehearsal_chooses_again_after_retention(arena: Arena, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside a live run the next kept one is restored; a store that is away is told of all the same."""
+    """Beside a live run the next kept checkpoint is restored. An unavailable store is reported all the same."""
     spec = two_attempts(arena)
     tried: list[int] = []
 

@@ -57,7 +57,7 @@ def recorded(arena: Arena, run: str, head: str | None = None) -> list[int]:
 
 @pytest.mark.parametrize("streamed", [False, pytest.param(True, marks=pytest.mark.soak)])
 def test_branch_without_rows_ends(arena: Arena, tmp_path: Path, streamed: bool) -> None:
-    """Behind its target there is no batch: the leg that says so is committed, with the target's state, and ends the run."""
+    """A rewind that excludes all later rows ends the run with a new leg and the target's state."""
     arena.table(appends=(200,))
     script = tmp_path / "transforms.py"
     script.write_text("def same(batch):\n    return batch.drop_columns(['dlac_row'])\n")
@@ -249,7 +249,7 @@ def rows_trained_on(steps: Steps) -> dict[int, int]:
 
 @pytest.mark.soak
 def test_excluded_rows_that_were_seen_are_counted(arena: Arena) -> None:
-    """Of a rewind that comes too late the report says how many rows, and which checkpoint has seen none of them."""
+    """The report of a rewind that comes too late has the number of rows, and the checkpoint that has seen none of them."""
     arena.table()
     spec = arena.spec("r", world_size=1, passes=1)
     step_of = rows_trained_on(arena.train(spec, until=55))
@@ -275,7 +275,7 @@ def test_excluded_rows_that_were_seen_are_counted(arena: Arena) -> None:
 
 @pytest.mark.soak
 def test_command_line_reports_rows_seen(arena: Arena) -> None:
-    """The command says how many rows and prints the rewind that goes further back; `--json` has both."""
+    """The command prints the number of rows and the rewind that goes further back. `--json` has both."""
     arena.table(appends=(500,))
     spec = arena.spec("r", world_size=1, passes=2, every_steps=5)
     step_of = rows_trained_on({step: rows for step, rows in arena.train(spec, until=17).items() if step <= 15})
@@ -343,7 +343,7 @@ def test_spec_beyond_rewind_is_refused(arena: Arena) -> None:
 
 @pytest.mark.soak
 def test_mixture_excludes_named_source_rows(arena: Arena) -> None:
-    """Without a name it is refused, as is what leaves nothing of an endless source; the other source is read as before."""
+    """A rewind without a name, or one that leaves nothing of an endless source, is refused. Other sources are read as before."""
     arena.table(appends=(500,))
     arena.table("src.u", appends=(200,))
     more = {"table": "src.u", "columns": ["row_id", "x"], "passes": 0}
@@ -375,7 +375,7 @@ def test_mixture_excludes_named_source_rows(arena: Arena) -> None:
 
 @pytest.mark.soak
 def test_abandoned_checkpoints_stay_until_retired(arena: Arena) -> None:
-    """The target ages with its new branch. Checkpoints that are left stay until `dlac checkpoint retire` removes them."""
+    """The target ages with its new branch. The abandoned branch stays and is listed until `dlac retire` removes it."""
     arena.table()
     spec = arena.spec("r", world_size=1, passes=1, keep_last=2)
     arena.train(spec, until=55)
@@ -407,7 +407,7 @@ def test_abandoned_checkpoints_stay_until_retired(arena: Arena) -> None:
 
 @pytest.mark.soak
 def test_damaged_lineage_names_other_branches(arena: Arena) -> None:
-    """Told when it is found and again at the next start; rewinding to one of those goes on behind it."""
+    """The error for a damaged lineage names the heads of other branches, at each start. A rewind to one resumes after it."""
     arena.table()
     spec = arena.spec("r", world_size=1, passes=1)
     arena.train(spec, until=35)

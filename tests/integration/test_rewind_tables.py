@@ -1,4 +1,4 @@
-"""Going back in a run whose tables have changed since: columns that came or were renamed, rows that cannot be told apart."""
+"""Going back in a run whose tables have changed since: new or renamed columns, and rows that cannot be distinguished."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_rewind_past_unknown_rows_is_refused(arena: Arena) -> None:
 
 @pytest.mark.soak
 def test_small_appends_commit_nothing_after_exclusion(arena: Arena) -> None:
-    """What is left out was said with the branch's first checkpoint; a trickle of rows must not push older checkpoints out."""
+    """The branch's first checkpoint reports the rows left out. A trickle of rows must not push older checkpoints out."""
     arena.table(appends=(128,))
     spec = following(arena)
     arena.train(spec)

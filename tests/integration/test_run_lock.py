@@ -47,7 +47,7 @@ def test_second_launch_waits_for_first(store: str) -> None:
 
 
 def test_a_takeover_holds_the_run_in_its_turn(store: str) -> None:
-    """Behind a takeover later launches are refused, also when the old holder has left; a further takeover is not."""
+    """After a takeover later launches are refused, even after the old holder has exited. A further takeover is not."""
     old = run_lock(store, "r1", wait_s=0, takeover=False)
     old.__enter__()
     with run_lock(store, "r1", wait_s=0, takeover=True):
@@ -69,7 +69,7 @@ def test_store_without_locks_is_named(tmp_path: Path) -> None:
 
 
 def test_lock_makes_no_missing_folder(tmp_path: Path) -> None:
-    """Behind a mount that is gone nothing is built that writers would take for the run's folder."""
+    """With the mount gone nothing is built that writers would take for the run's folder."""
     with pytest.raises(StoreUnavailable, match="mount it"), run_lock(str(tmp_path), "r1", wait_s=0, takeover=True):
         pass
     assert list(tmp_path.iterdir()) == []
@@ -99,7 +99,7 @@ def test_second_takeover_steps_aside_first(arena: Arena) -> None:
 
 @pytest.mark.parametrize("claimant", [pytest.param("dead", marks=pytest.mark.soak), "another"])
 def test_late_claim_of_dead_run_is_replaced(arena: Arena, claimant: str) -> None:
-    """Its machine had been stopped when it was given up, and went on then: nobody would recover the run a second time."""
+    """A supervisor that was given up while suspended claims late: another recovery replaces its claim, or steps aside."""
     arena.table(appends=(64,))
     spec = arena.spec("late", world_size=1, passes=1)
     start_attempt(Plans(arena.lakehouse), spec, ClaimRequest(launched_by="dead"))

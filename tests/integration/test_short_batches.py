@@ -1,4 +1,4 @@
-"""Trainers on a table that does not fill the last batch: their weights are those of a plain loop with `batch.mean`."""
+"""Trainers on a table that does not fill the last batch have the weights of a plain loop with `batch.mean`."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_short_batch_weighs_its_rows(arena: Arena, trainer: str, left: int) -> N
     ("trainer", "left"), [("huggingface", 1), ("labels", 1), ("accelerate", 13), ("lightning", 1), ("lightning", 13)]
 )
 def test_ranks_weigh_short_batch(arena: Arena, trainer: str, left: int) -> None:
-    """Two ranks have different numbers of rows in the last batch, or one of them has none."""
+    """Two ranks have different numbers of rows in the last batch, or a rank has none."""
     arena.table(appends=(256 + left,))
     plain = launched_weights_of(arena, "plain", micro_batches=1)
     assert_close(launched_weights_of(arena, trainer, micro_batches=2), plain)
@@ -78,7 +78,7 @@ def test_ranks_weigh_short_batch(arena: Arena, trainer: str, left: int) -> None:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*is deprecated:FutureWarning")
 @pytest.mark.parametrize("left", [43, 1])
 def test_torchtitan_weighs_short_batch(arena: Arena, left: int) -> None:
-    """Its sums over labels, of which those of an empty micro-batch are ignored, are the means of a plain loop."""
+    """Its sums over labels ignore empty micro-batches, and are the means of a plain loop."""
     make_points(arena, count=2 * 160 + left)
     with opened_run(arena, "titan", **POINTS) as run:
         trainer = TitanLike(run)

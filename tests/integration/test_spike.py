@@ -53,7 +53,7 @@ def add_table(arena: Arena, *bad: int) -> None:
 
 @pytest.fixture(scope="module")
 def spiky(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
-    """A lakehouse with a finished run of two ranks and 40 steps, "r", of which two have a bad row."""
+    """A lakehouse with "r", a finished run of two ranks and 40 steps. Two of its steps have a bad row."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         arena = Arena(tmp_path_factory.mktemp("spiky") / "home", monkeypatch)
         add_table(arena, *BAD)

@@ -42,7 +42,7 @@ def lakehouse_at(home: Path) -> Lakehouse:
 
 @pytest.fixture(scope="module")
 def locked(home: Path) -> Iterator[duckdb.DuckDBPyConnection]:
-    """A connection that is locked as `dlac sql` locks its own."""
+    """A connection that is locked as `dlac sql` locks a connection."""
     lakehouse = lakehouse_at(home)
     with open_audit(lakehouse) as connection:
         lock_to_lakehouse(connection, lakehouse)
@@ -243,7 +243,7 @@ def test_hidden_write_is_refused(query: str) -> None:
 @pytest.mark.parametrize("table", ["t", "apart"])
 @pytest.mark.parametrize("prefix", ["", "file://"])
 def test_sql_reads_data_files(home: Path, table: str, prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Data files are read by the names that the audit's pages have, also those that are stored outside of the warehouse."""
+    """Data files are read by their names in the audit's pages, also files that are stored outside of the warehouse."""
     lakehouse = lakehouse_at(home)
     named = [task.file.file_path for task in lakehouse.load(f"src.{table}").scan().plan_files()]
     path = prefix + named[0].removeprefix("file://")

@@ -18,7 +18,7 @@ from tests.integration.conftest import Command
 
 @pytest.fixture
 def forked(arena: Arena) -> Arena:
-    """A run over one table, and a fork of its step 10 over another table, of which some rows are excluded."""
+    """A run over one table, and a fork of its step 10 over another table with some rows excluded."""
     arena.table(appends=(500,))
     arena.table("src.u", appends=(200,))
     arena.train(arena.spec("a", world_size=1, passes=1, every_steps=5), until=14)
@@ -61,7 +61,7 @@ def test_summary_is_a_text_to_complete(forked: Arena, here: Command) -> None:
 
 
 def test_later_exclusion_is_dated(arena: Arena, here: Command) -> None:
-    """Rows that a rewind excludes were trained on before. The text says from which step on they were not."""
+    """Rows that a rewind excludes were trained on before. The text names the step from which they were not."""
     arena.table(appends=(300,))
     spec = arena.spec("r", world_size=1, passes=2, every_steps=5)
     arena.train(spec, until=8)

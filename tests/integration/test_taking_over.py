@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @pytest.mark.parametrize("landed", [False, True])
 def test_repeated_claim_fences_no_newer_one(arena: Arena, landed: bool) -> None:
-    """A recovery that names no attempt waits for a catalog that is away, before its claim or behind it."""
+    """A recovery that names no attempt waits for an unavailable catalog, before its claim and after it."""
     arena.table(appends=(64,))
     spec = arena.spec("r", world_size=1, passes=1)
     start_attempt(Plans(arena.lakehouse), spec, ClaimRequest())
@@ -54,7 +54,7 @@ def test_repeated_claim_fences_no_newer_one(arena: Arena, landed: bool) -> None:
 
 
 def test_leg_is_checked_after_claim(arena: Arena) -> None:
-    """Its manifest is there again when it is restored: what a rewind excludes is left out, another spec is refused."""
+    """If the manifest is back when it is restored, a rewind leaves its rows out, and another spec is refused."""
     arena.table(appends=(200,))
     spec = arena.spec("r", world_size=1, passes=1, every_steps=2)
     arena.train(spec, until=5)

@@ -1,4 +1,4 @@
-"""A checkpoint's copies: made on this machine, durable in the store, mended from there, and one is enough to go on."""
+"""A checkpoint's copies: made on this node, durable in the store, repaired from there, and one is enough to resume."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def spec(arena: Arena) -> JobSpec:
 
 
 def steps(folder: Path) -> list[int]:
-    """Steps of the checkpoints of which a folder has a manifest."""
+    """Return the steps of the checkpoints with a manifest in a folder."""
     return sorted(int(path.parent.name.split("-")[1]) for path in folder.glob("r1/attempt-*/step-*/manifest.json"))
 
 
@@ -61,7 +61,7 @@ def file_of(folder: Path, step: int, name: str = "torch-state.pt") -> Path:
 
 
 def test_store_has_all_and_local_newest(arena: Arena, spec: JobSpec) -> None:
-    """Copies of the newest two stay here; `dlac checkpoint list` says which; logs and locks lie here alone."""
+    """Copies of the newest two stay here, and `dlac checkpoints` names them. Logs and locks are stored here alone."""
     arena.train(spec)
     near, far = arena.home / "near", arena.home / "far"
     assert steps(far) == [5, 10, 15]
@@ -89,7 +89,7 @@ def test_store_has_all_and_local_newest(arena: Arena, spec: JobSpec) -> None:
     ],
 )
 def test_missing_local_files_come_from_store(arena: Arena, spec: JobSpec, lost: str) -> None:
-    """Whatever is lost here, only that is fetched, nothing is quarantined, and the run goes on exactly."""
+    """Only files that are lost here are fetched, nothing is quarantined, and the run resumes exactly."""
     arena.train(spec, until=8)
     near = arena.home / "near"
     folder = file_of(near, 5).parent
@@ -116,7 +116,7 @@ def test_missing_local_files_come_from_store(arena: Arena, spec: JobSpec, lost: 
 
 
 def test_shared_local_folder_is_mended_once(arena: Arena, spec: JobSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both fetch the same file, under names of their own, also where their process ids are alike."""
+    """Two processes with the same process id fetch the same file under different names."""
     arena.train(spec, until=8)
     file_of(arena.home / "near", 5).unlink()
     together, fetch = Barrier(2, timeout=120.0), StoreFiles.fetch
@@ -135,7 +135,7 @@ def test_shared_local_folder_is_mended_once(arena: Arena, spec: JobSpec, monkeyp
 
 
 def test_a_whole_local_copy_needs_no_store(arena: Arena, spec: JobSpec) -> None:
-    """With the store's copy damaged, a restart here loads its own; `dlac checkpoint verify` names what is damaged."""
+    """With the store's copy damaged, a restart here loads the local copy. `dlac verify` names the damaged file."""
     arena.train(spec, until=8)
     damaged = file_of(arena.home / "far", 5)
     flip(damaged)
@@ -150,7 +150,7 @@ def test_a_whole_local_copy_needs_no_store(arena: Arena, spec: JobSpec) -> None:
 
 
 def test_with_both_copies_damaged_the_parent_is_resumed(arena: Arena, spec: JobSpec) -> None:
-    """A checkpoint that is whole nowhere is quarantined, and the one before it, fetched from the store, goes on."""
+    """If no copy is whole, the checkpoint is quarantined and the run resumes at the one before."""
     arena.train(spec, until=13)
     flip(file_of(arena.home / "far", 10))
     shutil.rmtree(arena.home / "near")
@@ -175,7 +175,7 @@ def test_full_store_fails_checkpoint_at_once(arena: Arena, spec: JobSpec) -> Non
 
 
 def test_retired_checkpoints_leave_both_places(arena: Arena, spec: JobSpec) -> None:
-    """What is retired in the store has no copy here either, however many may be kept."""
+    """A checkpoint that is retired in the store has no copy here either, however many may be kept."""
     kept = spec.model_copy(update={"checkpoint": spec.checkpoint.model_copy(update={"keep_last": 1, "local_keep": 3})})
     arena.train(kept)
     both = [arena.home / "far", arena.home / "near"]
@@ -273,7 +273,7 @@ def train_across(spec: JobSpec, path: Path, at: dict[int, Callable[[], None]], e
 def test_unmounted_store_takes_no_checkpoint(
     arena: Arena, spec: JobSpec, gone: str, mode: str, engine: type[Any]
 ) -> None:
-    """Its bare mount point stays empty, nothing is committed or retired, and once it is mounted again the run goes on exactly."""
+    """With the store unmounted its mount point stays empty and nothing is committed or retired. Then the run resumes exactly."""
     if gone == "both":  # are one place
         where = {"store": str(arena.home / "far"), "local": str(arena.home / "far")}
     else:
@@ -304,7 +304,7 @@ def test_unmounted_store_takes_no_checkpoint(
 
 @pytest.mark.soak
 def test_unmounted_store_begins_no_fork(arena: Arena, spec: JobSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind the proof that it could be written its bare mount point stays empty; forking again begins the run."""
+    """If the store is unmounted after the write check, its mount point stays empty. Forking again begins the run."""
     arena.train(spec)
     other = arena.home / "other"
     alone = spec.checkpoint.model_copy(update={"store": str(other), "local": str(other)})

@@ -1,4 +1,4 @@
-"""Files of other trainers as checkpoints: what is committed, what is resumed from, and what is refused."""
+"""Files of other trainers as checkpoints: commits, resumes, and refusals."""
 
 from __future__ import annotations
 
@@ -264,7 +264,7 @@ def test_inexact_arguments_are_refused(arena: Arena, arguments: dict[str, Any], 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*is deprecated:FutureWarning")
 def test_torchtitan_protocol_resumes_exactly(arena: Arena) -> None:
-    """A trainer with torchtitan's interfaces dies between two checkpoints. Its losses are those of an undisturbed run."""
+    """A trainer with torchtitan's interfaces dies between two checkpoints, and has the losses of an undisturbed run."""
     make_points(arena)
     for name, dies_at in (("killed", 12), ("killed", 0), ("alone", 0)):
         with suppress(KeyboardInterrupt), opened_run(arena, name, **POINTS) as run:
@@ -400,7 +400,7 @@ def test_lightning_stops_at_checkpoint_step(arena: Arena, stops_at: int) -> None
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("script", ["train_accelerate.py", pytest.param("train_lightning.py", marks=pytest.mark.slow)])
 def test_example_resumes_after_crash(arena: Arena, script: str) -> None:
-    """A script raises in a step and is run again, in this process. Its losses are those of an undisturbed run."""
+    """A script raises in a step and is run again in this process, and has the losses of an undisturbed run."""
     make_points(arena, "demo.points", count=19_877)
     arena.monkeypatch.setenv("DLAC_HOME", str(arena.home))
     for name, dies_at in (("killed", 50), ("killed", 0), ("alone", 0)):

@@ -175,7 +175,7 @@ def test_rows_end_before_the_last_step(arena: Arena, script: str) -> None:
 @pytest.mark.parametrize("second", ["halves", "renamed"])
 @pytest.mark.parametrize("is_alone", [True, False])
 def test_columns_of_sources_must_be_alike(arena: Arena, script: str, second: str, is_alone: bool) -> None:
-    """A transform that gives other columns or types than the other source of a mixture is refused, not converted."""
+    """A transform whose columns or types differ from another source of the mixture is refused, not converted."""
     arena.table(appends=(64,), row_group_rows=20)
     spec = arena.spec("r", **SMALL, columns=["row_id"], transform="" if is_alone else f"{script}:all_rows")
     other = spec.source.model_copy(update={"name": "second", "transform": f"{script}:{second}"})

@@ -27,7 +27,7 @@ MODEL = "/assets/models/healed"
 
 @pytest.fixture(scope="module")
 def dagster(campaign: Arena) -> Iterator[LocalDagster]:
-    """A daemon with two training runs as assets: one was killed twice and has finished, the other has not begun."""
+    """A daemon with two training runs as assets: the first was killed twice and has finished, the second has not begun."""
     spec = campaign.spec("healed", pause_s=0.05)
     made = LocalDagster(campaign.home)
     for each in (spec, campaign.spec("live", pause_s=1.0)):

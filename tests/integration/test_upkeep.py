@@ -168,7 +168,7 @@ def test_compaction_merges_files_and_changes_no_row(ledger: Ledger) -> None:
 
 
 def test_commit_repeats_after_compaction(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The checkpoint lands behind the merge, once, and nothing of either is lost."""
+    """The checkpoint lands after the merge, once, and nothing of either is lost."""
     other = connect(ledger.lakehouse.config)
     rows = rows_of(ledger)
     outcomes = before_first_commit(monkeypatch, lambda: compact(other))
@@ -184,7 +184,7 @@ def test_commit_repeats_after_compaction(ledger: Ledger, monkeypatch: pytest.Mon
 
 @pytest.mark.soak
 def test_compaction_repeats_after_commit(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkpoint that lands while a merge is built makes the merge begin anew: it is neither lost nor doubled."""
+    """A checkpoint that lands while a merge is built makes the merge start over: it is neither lost nor doubled."""
     other = Ledger(connect(ledger.lakehouse.config))
     before_first_commit(monkeypatch, lambda: checkpoint(other, STEPS + 1))
     assert compact(ledger.lakehouse).files == STEPS + 2
@@ -194,7 +194,7 @@ def test_compaction_repeats_after_commit(ledger: Ledger, monkeypatch: pytest.Mon
 
 @pytest.mark.soak
 def test_two_compactions_at_once(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The slower one finds nothing to merge, and no row is there twice."""
+    """The slower merge finds nothing to do, and no row is doubled."""
     rows = rows_of(ledger)
     before_first_commit(monkeypatch, lambda: run_upkeep(connect(ledger.lakehouse.config), keep=1))
     assert compact(ledger.lakehouse).files == 0
@@ -203,7 +203,7 @@ def test_two_compactions_at_once(ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 
 
 def test_orphans_are_removed_and_nothing_else(ledger: Ledger, arena: Arena) -> None:
-    """Expiry and compaction leave files behind; a sweep removes them, and every retained snapshot can still be read."""
+    """A sweep removes the files that expiry and compaction leave, and every retained snapshot can still be read."""
     rows, before = rows_of(ledger), files_of(arena)
     compact(ledger.lakehouse)
     expire(ledger.lakehouse, "consumption", keep=1)
@@ -261,7 +261,7 @@ def test_commit_on_removed_files_is_repeated(ledger: Ledger, monkeypatch: pytest
 
 
 def test_truncated_metadata_is_removed(ledger: Ledger) -> None:
-    """A SIGKILL or a full disk leaves an empty file, or half of one; what is no text at all is nobody's to delete."""
+    """Empty and half files, left by a SIGKILL or a full disk, are removed. A file that is not text is kept."""
     table = ledger.lakehouse.own("consumption")
     whole = Path(table.metadata_location.removeprefix("file://"))
     cut = [whole.with_name(f"09999-{number}.metadata.json") for number in range(2)]
@@ -276,7 +276,7 @@ def test_truncated_metadata_is_removed(ledger: Ledger) -> None:
 
 
 def test_another_tables_files_are_not_touched(ledger: Ledger, arena: Arena) -> None:
-    """The catalog was lost and made anew over the same warehouse: a sweep refuses, naming the table that it found."""
+    """If the catalog was lost and created again over the same warehouse, a sweep refuses and names the table that it found."""
     uuid = ledger.table_uuid
     (arena.home / "catalog.db").unlink()
     lakehouse = connect(arena.lakehouse.config.model_copy(update={"name": "dlac"}))
@@ -306,7 +306,7 @@ def test_upkeep_of_all_tables_leaves_source_tables_alone(ledger: Ledger, arena: 
 
 @pytest.mark.soak
 def test_busy_table_is_left_for_later(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Upkeep that never wins says so, and fails nothing."""
+    """Upkeep that never wins reports it, and fails nothing."""
 
     def refused(*_: Any) -> CommitTableResponse:
         raise CommitConflict("somebody else was faster")
@@ -320,7 +320,7 @@ def test_busy_table_is_left_for_later(ledger: Ledger, monkeypatch: pytest.Monkey
 
 
 def test_the_dagster_job_puts_the_tables_in_order(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One run of the job merges the ledger's files, and says what it did in a row per table."""
+    """One run of the job merges the ledger's files, and reports a row per table."""
     job = defs.get_job_def("upkeep_job")
     resources = {
         "lakehouse": {"config": {"uri": ledger.lakehouse.config.uri, "warehouse": ledger.lakehouse.config.warehouse}}

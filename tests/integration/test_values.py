@@ -83,7 +83,7 @@ FAR = [
 
 
 def test_int96_timestamps_of_any_year(lakehouse: Lakehouse) -> None:
-    """Timestamps that old writers stored as INT96 are those that were written, in tensors and under a filter."""
+    """Timestamps that old writers stored as INT96 have the written values, in tensors and under a filter."""
     instants = pa.array([each.replace(tzinfo=dt.UTC) for each in FAR], pa.timestamp("us", "UTC"))
     rows = pa.table({"id": range(4), "t": pa.array(FAR, pa.timestamp("us")), "u": instants})
     (path,) = data_files(made(lakehouse, rows))
@@ -217,7 +217,7 @@ def shapes(lakehouse: Lakehouse, world_size: int, **settings: Any) -> list[list[
 @pytest.mark.parametrize("empty", [[None] * 8, [None] * 7 + [[1, 2, 3]]])
 @pytest.mark.parametrize("statistics", [True, pytest.param(False, marks=pytest.mark.soak)])
 def test_width_of_nullable_lists(lakehouse: Lakehouse, empty: Sequence[Any], statistics: bool) -> None:
-    """Ranks whose rows are all null have tensors as wide as the others', wherever the first list of the plan is."""
+    """Ranks whose rows are all null have tensors as wide as every rank's, wherever the first list of the plan is."""
     table = made(lakehouse, lists(*[None] * 8), lists(*empty), lists(*[[1, 2, 3]] * 16))
     if not statistics:
         for path in data_files(table):
@@ -289,7 +289,7 @@ def test_unsigned_snapshot_id_is_refused(lakehouse: Lakehouse, tmp_path: Path, s
 
 @pytest.mark.parametrize("snapshot_id", [-(2**63), -5, 0, 5, 2**63 - 1])
 def test_any_long_may_name_a_snapshot(lakehouse: Lakehouse, snapshot_id: int) -> None:
-    """An id that the table lacks is refused with those that it has, as Iceberg allows ids of any sign."""
+    """An id that the table lacks is refused, and the error lists the table's ids, since Iceberg allows ids of any sign."""
     known = made(lakehouse, pa.table({"id": range(4)})).snapshots()[0].snapshot_id
     with pytest.raises(NoSuchSnapshot, match=rf"expected snapshot {snapshot_id} in .*found only \[{known}\]"):
         opened(lakehouse, "id", snapshot_id=snapshot_id)
@@ -301,7 +301,7 @@ def planned(lakehouse: Lakehouse, *columns: str, **settings: Any) -> Plan:
 
 
 def test_plan_binds_the_schema_of_its_snapshot(lakehouse: Lakehouse) -> None:
-    """Columns and filters are those of the snapshot, before and after later commits; the way to newer ones is named."""
+    """Columns and filters follow the pinned snapshot, before and after later commits. The error names the way to newer ones."""
     table = made(lakehouse, pa.table({"id": range(4), "old": range(4)}))
     first = make_plan(lakehouse, SourceSpec(table="src.t", columns=["id", "old"], row_filter="old > 1"))
     with table.update_schema() as update:

@@ -1,4 +1,4 @@
-"""Runs that exist and have no checkpoint: what is said of them is an outcome, not an error."""
+"""Commands report an outcome, not an error, for runs that exist and have no checkpoint."""
 
 from __future__ import annotations
 

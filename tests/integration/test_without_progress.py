@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def attempts(arena: Arena, count: int) -> tuple[RestartPolicy, list[SupervisedAttempt]]:
-    """So many of a run of which two in a row may commit nothing, all of them claimed; and their restart policy."""
+    """Claim attempts of a run that may have two in a row without a commit. Return its restart policy and the attempts."""
     supervision = Supervision(
         request=Request(spec=arena.spec("r", attempts_without_progress=2)),
         lakehouse=arena.lakehouse,
@@ -60,7 +60,7 @@ def test_planned_end_after_commit_is_progress(arena: Arena) -> None:
 
 
 def test_lost_memory_is_no_failed_attempt(arena: Arena) -> None:
-    """The attempt after it reads a checkpoint, and is the one that counts."""
+    """The attempt after it reads a checkpoint, and counts as the one without progress."""
     policy, (first, lost, last) = attempts(arena, 3)
     policy.plan_restart(first, planned_end("it died", step=1))
     assert policy.plan_restart(lost, replace(planned_end("lost", step=1), kind=MemoryStateLost.__name__)) == ()

@@ -33,7 +33,7 @@ def spec_of(arena: Arena, run: str, **changes: Any) -> JobSpec:
 
 @pytest.mark.slow
 def test_device_run_is_identical(arena: Arena) -> None:
-    """Rows and recorded losses are those of a run on the CPU, and no step waits for its loss."""
+    """Rows and recorded losses equal a CPU run's, and no step waits for its loss."""
     arena.table(appends=(600,))
     expected = arena.train(spec_of(arena, "host"))
     result = use(arena, "train", spec_of(arena, "device"))

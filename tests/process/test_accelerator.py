@@ -51,7 +51,7 @@ def test_cursors_stay_on_host(results: Any) -> None:
 
 
 def test_loss_is_read_late(results: Any) -> None:
-    """After the first step no loss is read in its own step. A flush reads all of them."""
+    """After the first step each loss is read in a later step. A flush reads all of them."""
     losses = results["losses"]
     assert losses["beats"] == [[2, 1, [1.0]], [4, 2, [2.0]]]
     assert losses["flushed"] == [[6, [3.0, 4.0, 5.0, 6.0]]]
@@ -68,7 +68,7 @@ def test_loss_can_be_waited_for(results: Any) -> None:
 
 
 def test_ranks_agree_on_late_losses(results: Any) -> None:
-    """A rank whose loss is a number, such as a pipeline stage, sends messages for the same steps as the others."""
+    """A rank whose loss is a number, such as a pipeline stage, sends messages for the same steps as every rank."""
     assert results["mixed"] == [[None, None], [[1, [2.0]]] * 2, [None, None], [[2, [4.0]]] * 2]
 
 

@@ -1,4 +1,4 @@
-"""All ranks of an attempt in the view of the leading node: reports of the others, lost nodes, and the first failure."""
+"""All ranks of an attempt in the view of the leading node: reports of following nodes, lost nodes, and the first failure."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_remote_heartbeat_is_copied_once(pair: LaunchedNodes) -> None:
 
 
 def test_failure_is_reported_after_all_nodes(pair: LaunchedNodes) -> None:
-    """A failure here may be a consequence: the other node's rank failed first, and that node has not reported it yet."""
+    """A failure here may be a consequence: a rank of another node failed first, and that node has not reported it yet."""
     pair.until(lambda: pair.node_rounds[LEADER].message_of(1).get("progress") is not None, "its report")
     pair.exit_rank(1, 3)
     pair.exit_rank(0, 1)
@@ -216,7 +216,7 @@ def test_exit_needs_report_of_every_node(pair: LaunchedNodes) -> None:
 
 
 def test_failed_ranks_have_not_ended(pair: LaunchedNodes) -> None:
-    """If all ranks end before the other node answers, the attempt has failed, and has not ended in order."""
+    """If all ranks end before the second node answers, the attempt has failed, and has not ended in order."""
     pair.exit_rank(0, 1)
     pair.exit_rank(1, 1)
     failed: list[Any] = []

@@ -46,7 +46,7 @@ with suspend([psutil.Process(int(sys.argv[1]))]):
 
 
 def test_worker_is_no_rank() -> None:
-    """A process that a rank forks has its title. The rank is the one that is found."""
+    """A process that a rank forks has its title. The search finds the rank."""
     with subprocess.Popen([sys.executable, "-c", RANK_WITH_WORKER]) as process:
         supervisor = psutil.Process(process.pid)
 
@@ -136,7 +136,7 @@ class ScriptedRanks(SupervisedNodes):
         """Start nothing."""
 
     def tend(self, *, excused: bool, starts: bool = True) -> None:
-        """Finish a step if no fault is to be healed. Replace the ranks when it is time."""
+        """Finish a step if no fault needs healing. Replace the ranks when it is time."""
         time.sleep(0.01)
         struck = [rank for rank in self._ranks if rank.poll() is not None]
         if not struck:

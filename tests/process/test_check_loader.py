@@ -239,7 +239,7 @@ def test_wrong_end_of_pass_is_found(folder: Folder, before: str, after: str, sce
 
 
 def job_with(**given: Any) -> Job:
-    """Return a job with these fields, and None in the others."""
+    """Return a job with these fields. All remaining fields are None."""
     values: dict[str, Any] = {each.name: given.get(each.name) for each in dataclasses.fields(Job)}
     return Job(**values)
 
@@ -258,7 +258,7 @@ def die_in_turn(module: ModuleType, job: Job) -> dict[str, Any]:
 
 
 def test_planned_kill_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that has yet to reach its kill is waited for, although another one has died of its own."""
+    """A rank that has yet to reach its kill is waited for, although another one has died unasked."""
     monkeypatch.setattr(host, "_GRACE_S", 0)
     given: dict[str, Any] = {"die_at": 1, "save": str(tmp_path / "pid"), "world_size": 2}
     jobs = [job_with(**given, rank=rank, log=str(tmp_path / f"{rank}")) for rank in range(2)]

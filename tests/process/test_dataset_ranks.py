@@ -104,7 +104,7 @@ def run(folder: Path, world_size: int, workers: int, program: str = PROGRAM, **s
 
 @pytest.mark.parametrize("workers", [2, pytest.param(0, marks=pytest.mark.soak)])
 def test_ranks_share_streamed_dataset(lakehouse: Lakehouse, tmp_path: Path, workers: int) -> None:
-    """Every rank has the same number of batches, short or empty at the end. Rows, counts and states are those of one rank."""
+    """Every rank has the same number of batches, short or empty at the end. Rows, counts and states equal one rank's."""
     reports = run(tmp_path, 2, workers)
     alone = open_dataset(lakehouse=lakehouse, **SETTINGS)
     states = {0: alone.state_dict()}
@@ -138,7 +138,7 @@ def test_exhausted_rank_gives_empty_batches(lakehouse: Lakehouse, tmp_path: Path
 
 
 def test_missing_table_ends_all_ranks(tmp_path: Path) -> None:
-    """Rank 0 reports the missing table, and the others do not wait endlessly."""
+    """Rank 0 reports the missing table, and no rank waits endlessly."""
     connect(LakehouseConfig().at_home(tmp_path))
     with pytest.raises(RuntimeError, match=r"rank 0 could not plan the dataset: .* table named 'src.t'"):
         run(tmp_path, 2, 0)

@@ -122,7 +122,7 @@ def test_kept_rank_ends_copies(slow_imports: Supervision, monkeypatch: pytest.Mo
 
 
 def test_leader_receives_stop_of_follower(slow_imports: Supervision) -> None:
-    """The leader receives it before its own ranks have started, and stops them."""
+    """The leader receives it before the leader's ranks have started, and stops them."""
     with rounds(2) as (leader, other):
         attempt = _leader_attempt(slow_imports, leader)
         ranks = AllRanks(start_local_ranks(slow_imports.spec, attempt.folder, leader, slow_imports.starter), leader)

@@ -66,7 +66,7 @@ def spec_of(folder: Path, script: str, **launch: Any) -> JobSpec:
 
 @contextmanager
 def run_ranks(spec: JobSpec, folder: Path, ranks: int = 1) -> Iterator[RankGroup]:
-    """Yield ranks of a job, started and ended like those of a supervisor."""
+    """Yield ranks of a job, started and ended as a supervisor does."""
     with closing(RankStarter()) as starter:
         local_ranks = starter.start(spec, folder, Share(world_size=ranks, ranks=ranks, port=free_port()))
         try:
@@ -209,7 +209,7 @@ def test_log_of_rank_is_bounded(tmp_path: Path, start: str) -> None:
 
 @pytest.mark.soak
 def test_silent_server_is_a_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The wait for it is as long as for a silent rank that starts."""
+    """Ranks that wait for a silent server are a hang after the start timeout."""
     monkeypatch.setenv(NEW_FORK_SERVER, "yes")  # one that is forked may have started the ranks already
     spec = spec_of(tmp_path, SLEEPS, hang_timeout_s=0.1, start_timeout_s=1.0, env=delaying_environment(tmp_path))
     began = time.monotonic()
@@ -442,7 +442,7 @@ def test_stop_during_start_starts_nothing(tmp_path: Path, start: str) -> None:
 
 @pytest.mark.soak
 def test_stop_spares_ranks_of_others(tmp_path: Path) -> None:
-    """Two supervisors in one process share the fork server. Ending the ranks of one does not end those of the other."""
+    """Two supervisors in one process share the fork server. Ending the ranks of one does not end the ranks of the second."""
     folders = [tmp_path / name for name in ("first", "second")]
     for folder in folders:
         folder.mkdir()

@@ -1,4 +1,4 @@
-"""Checkpoints of sharded state that other programs open, and those that earlier versions wrote."""
+"""Checkpoints of sharded state that other programs open, and checkpoints from earlier versions."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_zero_state_moves_to_fsdp2(tmp_path: Path, request_: dict[str, Any]) -> 
 
 
 def test_state_without_names_is_refused(tmp_path: Path) -> None:
-    """The optimizer of `TorchState` and that of ZeRO 0 number the parameters."""
+    """The optimizers of `TorchState` and of ZeRO 0 number the parameters."""
     TorchState(model=torch.nn.Linear(2, 1)).save(tmp_path, Direct().write)
     with pytest.raises(CheckpointError, match="found one of 'torch', whose optimizer does not know the names"):
         state_of("torch", tmp_path, scratch=tmp_path)
@@ -127,7 +127,7 @@ def whole_of_files(folder: Path) -> dict[str, torch.Tensor]:
     "world_size", [1, pytest.param(2, marks=pytest.mark.soak), pytest.param(4, marks=pytest.mark.soak)]
 )
 def test_first_shard_format_is_loaded(tmp_path: Path, world_size: int) -> None:
-    """Parameters, optimizer, groups, buffers and schedule are those that version 0.1 saved, bit for bit."""
+    """Parameters, optimizer, groups, buffers and schedule are as version 0.1 saved them, bit for bit."""
     with tarfile.open(OLDER) as archive:
         archive.extractall(tmp_path, filter="data")
     loaded = run_ranks(

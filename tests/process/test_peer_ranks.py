@@ -16,7 +16,7 @@ def _step(rank: int, port: int, batches: int, found: Any) -> None:
 
 
 def test_rank_without_batches_waits() -> None:
-    """A rank with fewer batches takes part in the steps of the other one, and both end together."""
+    """A rank with fewer batches takes part in the steps of its peer, and both end together."""
     context, port = multiprocessing.get_context("fork"), free_port()
     found = context.Queue()
     processes = [context.Process(target=_step, args=(rank, port, 1 + 2 * rank, found)) for rank in range(2)]

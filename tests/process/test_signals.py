@@ -37,7 +37,7 @@ def test_many_signals_block_nothing() -> None:
 
 @pytest.fixture
 def hangup() -> Iterator[None]:
-    """Restore this process's handlers of SIGHUP and of the other signals that end a launch."""
+    """Restore this process's handlers of SIGHUP and of all signals that end a launch."""
     handlers = {
         number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
     }

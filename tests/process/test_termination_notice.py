@@ -54,7 +54,7 @@ time.sleep(600)
 
 
 def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a program in its own process."""
+    """Run a program in a new process."""
     return subprocess.run(
         [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False, timeout=250
     )

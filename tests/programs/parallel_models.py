@@ -1,4 +1,4 @@
-"""Two ranks with models of several kinds of parallelism, and what the check of data parallelism says of each, as JSON."""
+"""Two ranks with models of several kinds of parallelism, and the verdict of the check of data parallelism on each, as JSON."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def grouped() -> Engine:
 
 
 def averaged() -> Engine:
-    """Return replicas, of which rank 0 has an average of the weights too."""
+    """Return replicas. Rank 0 has an average of the weights too."""
     more = {"average": network()} if RANK == 0 else {}
     return dlac.TorchState(model=DistributedDataParallel(network()), **more)
 

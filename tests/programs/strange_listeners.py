@@ -1,4 +1,4 @@
-"""Listeners of another distribution: one records, the others misbehave."""
+"""Listeners of another distribution: one records, and all others misbehave."""
 
 import ctypes
 import dataclasses

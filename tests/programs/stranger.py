@@ -178,7 +178,7 @@ class Stranger:
                 connection.recv(64)
 
     def _keys(self) -> list[str]:
-        """Return the run's keys, including those that it may use soon."""
+        """Return the run's keys, with keys that it may use soon."""
         found = [key for key in self._store.list_keys() if key.startswith(self._prefix)]
         return [*found, *(key for name in self._forged() if (key := f"{self._prefix}/{name}") not in found)]
 

@@ -1,4 +1,4 @@
-"""The tiny model under torchrun, as if every rank were on its own node: with different host names and local folders."""
+"""The tiny model under torchrun, as if every rank were on a separate node: with different host names and local folders."""
 
 import os
 import socket

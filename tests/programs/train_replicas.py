@@ -141,7 +141,7 @@ def kill_lighthouse() -> None:
 
 
 def fail_before_forward(run: dlac.TrainingRun, step: int) -> None:
-    """Die, hang or kill the lighthouse if a param says so."""
+    """Die, hang or kill the lighthouse if a param requests it."""
     if is_now(run, "kills_lighthouse", step):
         kill_lighthouse()
     if is_now(run, "hangs", step):

@@ -68,7 +68,7 @@ def targets(batch: dlac.Batch) -> torch.Tensor:
 
 
 def train_plain(run: dlac.TrainingRun, model: Network, parts: int) -> None:
-    """Train in a loop of its own."""
+    """Train in a plain loop."""
     wrapped = DistributedDataParallel(model.layer) if run.world_size > 1 else model.layer
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     run.restore(model=model, optimizer=optimizer)

@@ -93,7 +93,7 @@ def train(run: dlac.TrainingRun) -> None:
 
 
 def main() -> None:
-    """Train the run of the launch folder, or that of $JOB_SPEC under other launchers than DLAC's."""
+    """Train the run of the launch folder, or of $JOB_SPEC under other launchers than DLAC's."""
     with dlac.training_run(os.environ.get("JOB_SPEC")) as run:
         train(run)
 

@@ -95,7 +95,7 @@ def use_waiting_syncs() -> list[list[str]]:
 
 
 def use_mixed_losses() -> list[Any]:
-    """Report steps of two ranks, only one of which has its loss on a device, and return the messages that each receives."""
+    """Report steps of two ranks, only one with its loss on a device, and return the messages that each receives."""
     sent: list[torch.Tensor] = []
 
     def add(message: torch.Tensor, **_: object) -> None:
@@ -144,7 +144,7 @@ def use_copies(folder: Path) -> dict[str, Any]:
 
 
 def use_generators(folder: Path, module: Any) -> dict[str, Any]:
-    """Save and restore the device's generator with the others, and a state that has only CUDA's."""
+    """Save and restore the device's generator with all generators, and a state that has only CUDA's."""
     save_rng(folder, 0, Direct().write)
     expected = torch.rand((), generator=module.generator).item()
     torch.rand((), generator=module.generator)

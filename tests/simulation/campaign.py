@@ -27,7 +27,7 @@ class Total:
     from_memory: int = 0
     """Claims that resumed from a copy in memory."""
     from_older: int = 0
-    """Those whose copy is of an older attempt than the one that they replaced."""
+    """Attempts with a copy of an older attempt than the replaced one."""
     replayed: Counter[int] = field(default_factory=Counter)
     """Steps executed again -> single faults."""
 

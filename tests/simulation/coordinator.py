@@ -11,7 +11,7 @@ from tests.simulation.values import ClaimRow, Fence, Part, QuarantineRow, Rewind
 from tests.simulation.world import PATIENCE, Node, World
 
 _CLAIMS = 3
-"""Claims of one launch, the first of which found a copy that was lost before it was loaded."""
+"""Claims of one launch. The first found a copy that was lost before it was loaded."""
 Start = Callable[[ClaimRow, Reading, State, list[Node]], None]
 """Starts an attempt of an engine: its claim, the ledger, its state, and its nodes."""
 

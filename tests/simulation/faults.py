@@ -130,7 +130,7 @@ class Faults:
         world.scheduler.call(world.between(1.0, 20.0), self._join_network)
 
     def _isolate_node(self) -> None:
-        """Cut one node off from the others and from the lighthouse, and not from the ledger and the store."""
+        """Cut one node off from its peers and from the lighthouse, and not from the ledger and the store."""
         world, node = self._world, self._world.rng.choice((self._world.nodes[0], self._any_node()))
         world.side = [int(other is node) for other in world.nodes]
         world.cut_off, world.lighthouses = set(), {0}

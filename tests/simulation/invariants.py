@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 MOST_COPIES = 4
-"""Copies in the memory of a node at the most: the one that its attempt started from, and three of its own."""
+"""Maximum number of copies in a node's memory: the copy that its attempt started from, and three copies of the attempt."""
 
 
 GROUP_KILLED = "kill a group"
@@ -55,7 +55,7 @@ class Truth:
         self._holders: dict[Stamp, list[set[int]]] = {}
         """Copy -> nodes that have held each of its parts."""
         self.whole: dict[int, int] = {}
-        """Nonce of an attempt -> its newest step of which two nodes held each part."""
+        """Nonce of an attempt -> its newest step with each part held by two nodes."""
         self._seen: dict[int, dict[int, int]] = {}
         """Nonce of a claim -> `whole` when its coordinator looked for copies."""
         self._faults_before: dict[int, int] = {}
@@ -119,7 +119,7 @@ class Truth:
         check(not (is_only_fault and was_struck), "attempt {} ends with one of its groups", claim.replaces)
 
     def _check_memory_kept(self, reading: Reading, claim: ClaimRow, state: State) -> None:
-        """Check that one fault does not lose a copy of which two nodes held each part."""
+        """Check that one fault does not lose a copy with each part held by two nodes."""
         claims = [row for row in reading.rows if isinstance(row, ClaimRow) and row.fence.attempt == claim.replaces]
         if not claims or isinstance(claims[0], RewindRow) or claims[0].leg != claim.leg:
             return

@@ -21,7 +21,7 @@ _NO_STATE = -1
 
 @dataclass(eq=False)
 class Group:
-    """A replica group. Without a state it has just been started, or has done its last step apart from the others."""
+    """A replica group. Without a state it has just been started, or has done its last step without its peers."""
 
     number: int
     life: Life
@@ -50,7 +50,7 @@ class OneNode:
         ]
 
     def supervise(self) -> Process[None]:
-        """Start dead groups again, as long as another one has the state."""
+        """Start dead groups again, while another one has the state."""
         while True:
             yield self._world.between(0.2, 0.8)
             if all(group.life.ended or group.state is None for group in self._groups):

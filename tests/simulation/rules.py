@@ -62,7 +62,7 @@ class Rules:
 
     @staticmethod
     def follows_parent(step: int, parent_step: int) -> bool:
-        """A checkpoint names the rows of the steps after its parent's, whichever attempt trained them."""
+        """A checkpoint names the rows of the steps after its parent's, trained by any attempt."""
         return step > parent_step
 
     @staticmethod
@@ -84,7 +84,7 @@ class Rules:
 
     @staticmethod
     def is_of_copy(stamp: Stamp, wanted: Stamp) -> bool:
-        """All parts have one stamp, which is that of the claim."""
+        """All parts have one stamp, which equals the claim's."""
         return stamp == wanted
 
     @staticmethod
@@ -175,7 +175,7 @@ class Rules:
 
     @staticmethod
     def have_all_contributed(present: Sequence[T], members: Sequence[T]) -> bool:
-        """A step is executed with the gradients of every member, because each has its own part of the batch."""
+        """A step is executed with the gradients of every member, because each has a different part of the batch."""
         return len(present) == len(members)
 
     @staticmethod
@@ -213,5 +213,5 @@ NAMES = tuple(name for name, rule in vars(Rules).items() if isinstance(rule, sta
 
 
 def without(*names: str) -> type[Rules]:
-    """Return the rules, of which the named ones permit everything."""
+    """Return the rules, with the named ones replaced by rules that permit everything."""
     return type("Fewer", (Rules,), {name: staticmethod(lambda *_: True) for name in names})

@@ -71,7 +71,7 @@ class Fence:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """A row of the ledger. `fence` is the one that its append installs."""
+    """A row of the ledger. Its append installs `fence`."""
 
     fence: Fence
     append_id: int

@@ -34,7 +34,7 @@ def test_empty_slots_do_not_count() -> None:
 
 
 def test_losses_may_be_on_accelerator() -> None:
-    """The shares of the losses are on their device, and devices are not mixed. The batch stays on its own device."""
+    """The shares of the losses are on the device of the losses, and devices are not mixed. The batch stays on its device."""
     batch = packed()
     with FakeTensorMode(allow_non_fake_inputs=True):  # refuses mixed devices, as CUDA does
         assert batch.mean(torch.ones(2, device="cuda")).device.type == "cuda"
@@ -55,7 +55,7 @@ def test_moved_batch_takes_losses_on_device() -> None:
 
 
 def rank_batch(rank: int, rows: int, *, world_size: int = 2, slots: int = 5) -> Batch:
-    """Return a rank's part of a global batch of which some slots are valid: every third one, up to `rows`."""
+    """Return a rank's part of a global batch with some valid slots: every third one, up to `rows`."""
     at = torch.arange(rank * slots, (rank + 1) * slots)
     valid = at * 3 % (slots * world_size) < rows
     lengths = torch.where(valid, at % 4, 0)

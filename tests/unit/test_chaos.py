@@ -105,7 +105,7 @@ def test_cascade_has_killing_kinds() -> None:
 
 
 def test_schedule_yields_each_fault_once() -> None:
-    """Listed faults strike in the order in which they become due, drawn ones one after the other."""
+    """Listed faults strike in the order in which they become due, and drawn ones one after another."""
     late, early, timed = parse_kill("rank@step=9"), parse_kill("node@step=3"), parse_kill("hang@5s")
     schedule = Schedule([late, early, timed])
     found = [schedule.take_due(step, trained_s=0.0, healthy_s=0.0) for step in (2, 3, 4, 9)]

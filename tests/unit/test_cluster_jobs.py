@@ -378,7 +378,7 @@ def test_default_store_is_in_doubt(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_nodes_share_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nodes on Slurm share a log, and so a start number. A pod has a log of its own, and each of its processes another number."""
+    """Nodes on Slurm share a log, and so a start number. Each pod has a log, and each of its processes another number."""
     assert this_start({"SLURM_JOB_ID": "7"}) == "0"
     assert this_start({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2"}) == "2"
     numbers = iter(range(2))
@@ -412,7 +412,7 @@ def test_events_share_a_line() -> None:
 
 
 def test_replacement_pod_starts_fresh() -> None:
-    """A replacement pod has its own log. The end of the pod before it does not count."""
+    """A replacement pod has a new log. The end of the pod before it does not count."""
     node_events = NodeEvents(lambda event: None)
     node_events.read("0", FIRST + LEFT)
     node_events.read("1", FIRST + LEFT)

@@ -187,7 +187,7 @@ STRUCTS = st.none() | st.fixed_dictionaries({"x": st.none() | st.integers(0, 9),
 
 
 def fresh(field_id: int, inner: StructType) -> StructType:
-    """Return the struct with its own ids, as every struct of a schema has."""
+    """Return the struct with new ids, as every struct of a schema has."""
     return StructType(*(one.model_copy(update={"field_id": one.field_id + field_id}) for one in inner.fields))
 
 

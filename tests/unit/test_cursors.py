@@ -1,4 +1,4 @@
-"""Cursors: those that ranks vote for, and those that a checkpoint restores, must match the order."""
+"""Cursors, voted for by ranks or restored from a checkpoint, must match the order."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def test_plan_depends_on_table(table: str) -> None:
 
 
 def test_training_has_checks_but_no_rehearsal() -> None:
-    """A rehearsal costs a launch, so it is an attribute of the component, and has its own job."""
+    """A rehearsal costs a launch, so it is an attribute of the component, and has a separate job."""
     steps = {node.name for node in defs.resolve_job_def(RUNS_JOB).nodes}
     assert steps == {"plans__r", "models__r", "models__r_audit", "models__r_checkpoint_restorable"}
 

@@ -71,7 +71,7 @@ class Checkpoint:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Checkpoint:
-    """An undamaged checkpoint. Its leader waits for the other nodes while they are members."""
+    """An undamaged checkpoint. Its leader waits for following nodes while they are members."""
     monkeypatch.setattr(distributed_verify, "_ANSWER_S", 600.0)
     return Checkpoint(tmp_path)
 

@@ -93,7 +93,7 @@ TRAINED = (claim(0, 1), checkpoint(15, 10), checkpoint(25, 20, parent="10.1"))
 
 
 def test_training_run_counts_committed_work() -> None:
-    """Later steps show how long those of the first checkpoint took. A verification is no sign of life."""
+    """Later steps show the duration of the first checkpoint's steps. A verification is no sign of life."""
     verified = VerifyRow(committed_at=moment(900), attempt=1, checkpoint_id="10.1", head_after="20.1")
     assert spent((*TRAINED, verified)) == {"startup": 5, "trained": 20}
     assert spent(TRAINED[:2]) == {"unknown": 15}
@@ -130,7 +130,7 @@ def test_killed_attempt_loses_uncommitted_work() -> None:
 
 
 def test_work_in_memory_is_not_lost() -> None:
-    """Steps up to a state in memory are trained. Those of an attempt without a checkpoint begin where its pace says."""
+    """Steps up to a state in memory are trained. In an attempt without a checkpoint they begin where its pace places them."""
     state: dict[str, Any] = {"memory_of": 1, "memory_step": 26, "memory_at": moment(31).timestamp()}
     resumed = replace(claim(34, 2), **state)
     found = spent((*TRAINED, resumed, checkpoint(50, 30, 2, "20.1")), [recovery(32, 2, 8, work_lost_s=1.0)])
@@ -188,7 +188,7 @@ def test_rewound_and_damaged_work_is_abandoned() -> None:
 
 @pytest.mark.parametrize("purpose", ["forks", "adopts"])
 def test_first_checkpoint_of_others_is_idle(purpose: Purpose) -> None:
-    """The steps of the other run do not count, and nothing trains until the first launch."""
+    """The steps of a second run do not count, and nothing trains until the first launch."""
     rows = (
         claim(0, 1, purpose),
         checkpoint(4, 100, phases={"write": 1.0}),

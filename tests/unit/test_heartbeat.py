@@ -45,7 +45,7 @@ def test_all_records_of_launch_are_read(tmp_path: Path) -> None:
 
 
 def test_half_written_batch_is_ignored(tmp_path: Path) -> None:
-    """Its rank died during the write. Records of the same step from other ranks count, and those of another step do not."""
+    """Its rank died during the write. Records of the same step from other ranks count, and records of another step do not."""
     batch = [
         "[7, [[0, 1, 0, 2, 30, 38]]]\n",
         "[7, [[0, 2, 0",

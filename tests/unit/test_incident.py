@@ -1,4 +1,4 @@
-"""Endings of attempts that count as failures, and those that do not."""
+"""Endings of attempts that count as failures, and endings that do not."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_rewinding_attempt_has_not_failed() -> None:
 
 
 def test_lost_node_had_the_rows_of_others() -> None:
-    """The last report of a lost node is some steps old, or there is none. Its ranks took part in the steps of the others."""
+    """The last report of a lost node is some steps old, or missing. Its ranks took part in the steps of all ranks."""
     heard = [RankHeartbeat(each, Phase.TRAINING, 0.0, 0, 0.0, Spent(rows=12 * each)) for each in (10, 10, 6, 11)]
     assert rows_worked_on(heard[:3], silent=()) == 312
     assert rows_worked_on(heard[:3], silent={2}) == 360

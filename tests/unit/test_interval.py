@@ -98,7 +98,7 @@ def test_interval_names_its_bound(changes: dict[str, Any], cost: Cost | None, in
 
 
 def test_preempted_attempt_did_not_fail() -> None:
-    """Failures are replaced attempts, except those that had caught up or were preempted. The current attempt is running."""
+    """Failures are replaced attempts, unless they had caught up or were preempted. The current attempt is running."""
     rows = [
         row("claim", 1, 0),
         row("checkpoint", 1, 100, reason="steps"),

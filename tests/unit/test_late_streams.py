@@ -10,7 +10,7 @@ from tests.legs import leg_of, source_of, units_of
 
 
 def test_late_stream_opens_with_last_block() -> None:
-    """It opens when the last block of the other source is entered, and at once if that source was read before."""
+    """It opens when the last block of the first source is entered, and at once if that source was read before."""
     sources = source_of("a", key_groups=1), source_of("b", key_groups=1, place="late")
     order = leg_of(*sources, key_groups=1, batch_size=2).order({"a": units_of([4] * 6), "b": units_of([4] * 2)})
     open_one, opened = undecoded_streams(order), []

@@ -31,7 +31,7 @@ def test_oldest_launch_folders_are_removed(tmp_path: Path) -> None:
 
 
 def test_nodes_keep_each_others_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No number of nodes in an attempt removes the folder of one of them."""
+    """The folder of every node of an attempt is kept, whatever the number of nodes."""
     monkeypatch.setattr(start_ranks, "KEEP_LAUNCHES", 1)
     count = 4
     spec, nodes = Mock(), Mock(share=Mock(first_rank=0, ranks=0, nodes=count))

@@ -88,7 +88,7 @@ def test_leg_start_is_not_compared() -> None:
 
 
 def test_small_pass_and_shared_groups_warn() -> None:
-    """Both are exact and rarely intended: one repeats rows in a batch, the other decodes blocks twice."""
+    """Both are exact and rarely intended: the first repeats rows in a batch, the second decodes blocks twice."""
     assert LEG.warnings(LEG.batch_size, LEG.key_groups) == []
     (small,) = LEG.warnings(LEG.batch_size - 1, 1)
     assert "fewer than the batch size" in small

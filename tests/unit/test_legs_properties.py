@@ -111,7 +111,7 @@ def walks_of(case: Case) -> list[list[int]]:
 
 
 def last_of(case: Case, walks: list[list[int]]) -> int:
-    """Return the leg's last step from the walks: that of the last row of a finite source, or an earlier limit."""
+    """Return the leg's last step from the walks: the step of the last row of a finite source, or an earlier limit."""
     finite = [index for index, source in enumerate(case.leg.sources) if source.passes]
     slots = [max((slot + 1 for slot, source in enumerate(each) if source in finite), default=0) for each in walks]
     last = case.leg.start_step - (-max(slots) // case.per_group)

@@ -176,7 +176,7 @@ def test_survivor_leads_next_round(start: Callable[..., NodeHeartbeat]) -> None:
 
 
 def test_members_read_own_part(start: Callable[..., NodeHeartbeat], store: TCPStore) -> None:
-    """A follower knows the leader, itself and the next node. A new leader waits for the other members of the last round."""
+    """A follower knows the leader, itself and the next node. A new leader waits for all members of the last round."""
     settings = launch("1:3", timeout_s=3600)
     beats = [start(settings, batch_size=6) for _ in range(3)]
     for beat in beats:
@@ -273,7 +273,7 @@ def test_node_of_latest_attempt_leads(start: Callable[..., NodeHeartbeat]) -> No
 
 
 def test_spare_is_admitted_later(start: Callable[..., NodeHeartbeat]) -> None:
-    """A node beyond the maximum number waits while the others train, and replaces a lost one."""
+    """A node beyond the maximum number waits while its peers train, and replaces a lost one."""
     settings = launch("2", timeout_s=3)
     beats = [start(settings) for _ in range(2)]
     for beat in beats:
@@ -317,7 +317,7 @@ def test_other_job_is_refused(start: Callable[..., NodeHeartbeat]) -> None:
 
 
 def test_all_nodes_read_refusal() -> None:
-    """The leader serves the store until the other node has read the refusal."""
+    """The leader serves the store until the refused node has read the refusal."""
     port = own_port()
     start_heartbeat = threading.Event()
 
@@ -396,7 +396,7 @@ def test_lost_store_cuts_nodes_off() -> None:
 
 
 def test_excluded_node_is_cut_off(start: Callable[..., NodeHeartbeat]) -> None:
-    """A node that is not in the others' new round stops training."""
+    """A node that is not in its peers' new round stops training."""
     settings = launch("1:2", timeout_s=3)
     beats = [start(settings) for _ in range(2)]
     for beat in beats:

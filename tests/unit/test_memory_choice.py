@@ -1,4 +1,4 @@
-"""A memory state is taken only if it provably continues the head, for the attempt that replaces its own."""
+"""A memory state is taken only if it provably continues the head, for the attempt that replaces its attempt."""
 
 from __future__ import annotations
 

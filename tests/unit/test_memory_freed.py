@@ -1,4 +1,4 @@
-"""A rank keeps states in memory as often as the copies allow, seals whole ones only, and loses those that it cannot load."""
+"""A rank keeps states in memory as often as the copies allow, seals whole ones only, and loses unloadable ones."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def save(saves: MemorySaves) -> None:
 
 
 def test_first_states_wait_for_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No step asks for the copy of the state before. With a fixed number of steps each of them does."""
+    """No step asks for the copy of the state before. With a fixed number of steps every step does."""
     saves = saves_of(tmp_path, monkeypatch)
     assert saves.is_due(1)
     save(saves)

@@ -94,7 +94,7 @@ def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rank:
 
 
 def test_state_waits_for_copies_of_all(rank: Rank) -> None:
-    """The rank reports the copy of its own node, and keeps another state once all have reported theirs."""
+    """The rank reports the copy of its node, and keeps another state once all have reported their copies."""
     assert (rank.is_copied, rank.step()) == (False, [1])
     states.mark_copied(rank.folder, 0, 0)
     assert not rank.is_copied
@@ -111,7 +111,7 @@ def test_state_waits_for_copies_of_all(rank: Rank) -> None:
 
 
 def test_uncopied_states_are_kept_alone(rank: Rank) -> None:
-    """A node that cannot copy says so once, and its ranks wait for it no more."""
+    """A node that cannot copy warns once, and its ranks wait for it no more."""
     rank.step()
     states.mark_copied(rank.folder, 0, states.ALWAYS)
     for step in (2, 3):
@@ -166,7 +166,7 @@ def test_all_ranks_wait_as_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_failure_of_any_rank_frees_memory(rank: Rank) -> None:
-    """A rank on another node cannot keep states: this node keeps none any more, and a warning says so."""
+    """A rank on another node cannot keep states: this node keeps none any more, and warns."""
     rank.step()
     rank.saves.on_sync(replace(SYNC, memory_failed=True))
     assert not rank.folder.exists()
@@ -175,7 +175,7 @@ def test_failure_of_any_rank_frees_memory(rank: Rank) -> None:
 
 
 def test_warning_of_small_memory_has_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A container has little shared memory: the warning says what to change."""
+    """A container has little shared memory: the warning names the remedy."""
     monkeypatch.setenv(LAUNCH_VARIABLE, str(tmp_path))
     monkeypatch.setattr(states, "room_for_states", lambda memory: 0)
     (warning,) = Rank(tmp_path / "memory").warnings

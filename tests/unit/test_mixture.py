@@ -54,7 +54,7 @@ def test_nth_sample_of_source_is_found(weights: list[float], groups: int, data: 
 @EXAMPLES
 @given(st.lists(st.tuples(st.floats(0.01, 10), st.booleans()), min_size=2, max_size=6), GROUPS, st.data())
 def test_late_source_waits_for_others(mixed: list[tuple[float, bool]], groups: int, data: st.DataObject) -> None:
-    """The schedule is that of the sources that are not late, and of late ones alone when no other remains."""
+    """The schedule has the sources that are not late, and late ones alone when no other remains."""
     weights, late = zip(*mixed, strict=True)
     present = data.draw(presents(len(weights)))
     early = tuple(here and not waits for here, waits in zip(present, late, strict=True))
@@ -101,7 +101,7 @@ def test_only_source_gives_all() -> None:
 
 
 def test_smallest_share_has_one_place() -> None:
-    """A weight below one place of the period is rounded up: a present source always has a place, and no other loses its own."""
+    """A weight below one place of the period is rounded up, so that every present source has a place."""
     counts = Mixture([1.0, 1e-9, 1e-9, 1e6], 3).counts(1, 0, PERIOD, (True, True, False, True))
     assert counts.tolist() == [1, 1, 0, PERIOD - 2]
 

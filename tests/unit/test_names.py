@@ -72,7 +72,7 @@ def test_good_run_name_passes(run: str) -> None:
 
 @pytest.mark.parametrize("name", BAD_NAMES)
 def test_bad_checkpoint_name_is_refused(name: str) -> None:
-    """Blank and invisible names, and those of DLAC's own pins, are refused."""
+    """Blank names, invisible names and the names of DLAC's pins are refused."""
     with pytest.raises(SpecInvalid, match=r"expected a tag"):
         check_checkpoint_name(name)
 

@@ -50,7 +50,7 @@ def spec_of(folder: Path) -> JobSpec:
 
 
 def part_of(rank: int, *, world_size: int = 3, step: int = 13, **changes: Any) -> RankState:
-    """Return a rank's part of a state with one file of its own."""
+    """Return a rank's part of a state with one file."""
     files = [(f"part/{rank}.pt", 1000 + step)]
     return replace(STATE, rank=rank, world_size=world_size, step=step, files=files, **changes)
 
@@ -123,7 +123,7 @@ def wait_for_points(found: Nodes) -> list[ResumePoint]:
 
 
 def test_whole_state_is_found_and_fetched(tmp_path: Path) -> None:
-    """Three nodes have a rank each, one of them another step: the state that all have is fetched to all."""
+    """Three nodes have a rank each, and one node another step: the state that all have is fetched to all."""
     with nodes(tmp_path, 3) as found:
         for rank, folder in enumerate(found.folders):
             keep(folder, part_of(rank), slot=1)
@@ -158,7 +158,7 @@ def test_lost_part_leaves_no_state(tmp_path: Path) -> None:
 
 
 def test_nodes_copy_to_their_buddies(tmp_path: Path) -> None:
-    """Each node's newest states are copied to the next one. What is copied is marked, so that ranks keep another one."""
+    """Each node's newest states are copied to the next one. Copied states are marked, so that ranks keep another one."""
     with nodes(tmp_path, 2) as found:
         for memory, round_, folder in zip(found.memories, found.rounds, found.folders, strict=True):
             memory.begin(fresh_start(), round_)
@@ -326,7 +326,7 @@ def offer_parts(slot: Path, seals: Sequence[bytes], *, content: bytes = b"") -> 
 
 
 def test_truncated_copy_is_not_sealed(tmp_path: Path) -> None:
-    """The sender dies in the middle of a file: the seal before is gone, and the other slot is untouched."""
+    """The sender dies in the middle of a file: the seal before is gone, and the second slot is untouched."""
     folder = tmp_path / OWN / "mine"
     keep(folder, part_of(0))
     keep(folder, part_of(0, step=14), slot=1)
@@ -497,7 +497,7 @@ def fetch(found: Nodes) -> tuple[states.MemoryState, Path]:
 
 
 def test_only_needed_files_are_fetched(tmp_path: Path) -> None:
-    """A rank loads its own files and those of rank 0. Of the others the seals are fetched. With other ranks it is everything."""
+    """A rank loads its files and rank 0's, and only the seals of all ranks. With another number of ranks it loads all files."""
     with nodes(tmp_path, 3) as found:
         for rank in range(3):
             keep(found.folders[2 - rank], part_of(rank))
@@ -596,7 +596,7 @@ def test_slow_handshake_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_failed_mark_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory is full for a moment when a copy is to be marked: the thread does not end."""
+    """Memory is full for a moment when a copy must be marked: the thread does not end."""
     monkeypatch.setattr(buddy, "_RETRY_S", 0.01)
     mark, failures = states.mark_copied, iter([OSError("no space"), RuntimeError("a defect")])
 

@@ -131,13 +131,13 @@ def test_absurd_ranks_are_refused(value: Any) -> None:
 
 @pytest.mark.parametrize("value", [np.bool_(False), torch.tensor(False), np.float64(0), torch.tensor(0.0)])
 def test_other_numbers_are_no_ranks(value: Any) -> None:
-    """A bool or a float of a library is refused like those of Python."""
+    """A bool or a float of a library is refused like Python's."""
     with pytest.raises(SpecInvalid, match=r"rank of open_dataset.* to be an integer"):
         open_dataset(rank=value, world_size=2, table="src.t", columns=["x"], batch_size=16)
 
 
 def test_absurd_dataset_settings_are_refused() -> None:
-    """Numeric settings of `open_dataset` are those of the job spec, with the same error messages."""
+    """Numeric settings of `open_dataset` equal the job spec's, with the same error messages."""
     with pytest.raises(
         SpecInvalid, match=r"order\.batch_size: expected a number of at least 1 and of at most \d+, found inf"
     ):

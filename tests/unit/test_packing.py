@@ -170,7 +170,7 @@ def test_sequences_contain_all_tokens(line: Line, length: int, sizes: list[int])
 @EXAMPLES
 @given(lines(), st.integers(1, 12), st.lists(st.integers(1, 4), min_size=1, max_size=3), st.booleans())
 def test_resume_at_any_cursor_is_identical(line: Line, length: int, sizes: list[int], drain: bool) -> None:
-    """After every cursor the sequences, cursors and advances are those of an uninterrupted reader."""
+    """After every cursor the sequences, cursors and advances equal an uninterrupted reader's."""
     taken = read(line, length, sizes, drain=drain)
     for cut, each in enumerate(taken):
         again = read(line, length, [*sizes[(cut + 1) % len(sizes) :], *sizes] * 99, drain=drain, start=each.cursor)

@@ -32,6 +32,6 @@ def test_seed_repeats_the_list() -> None:
 
 
 def test_reduction_keeps_the_guilty_pair() -> None:
-    """All values but those that the failure needs become the simplest ones."""
+    """All values become the simplest ones, except the values that the failure needs."""
     left = reduce(quick_list()[1], lambda each: (each["engine"], each["memory"]) == ("dcp", "on"))
     assert {name for name in FACTORS if left[name] != FACTORS[name][0]} == {"engine", "memory"}

@@ -28,7 +28,7 @@ CALM = {10: 4.0, 20: 3.0, 30: 2.0}
 
 
 def outcome(method: str, *, seed: int = 0, faulted: bool, validation: dict[int, float] = CALM) -> Outcome:
-    """Return a training of 30 steps whose training losses are those of validation."""
+    """Return a training of 30 steps whose training losses equal its validation losses."""
     return Outcome(
         setting="stream", method=method, seed=seed, faulted=faulted, failed="", trained=30, computed=30, losses=dict(validation),
         validation=validation,
@@ -68,7 +68,7 @@ def test_time_to_equal_loss() -> None:
 
 
 def test_method_is_compared_with_own_calm_training() -> None:
-    """A method that shares its undisturbed training has that of the other. A failed one is named, and not averaged."""
+    """A method that shares its undisturbed training has the values of that training. A failed one is named, and not averaged."""
     worse = {step: loss + 0.5 for step, loss in CALM.items()}
     outcomes = [
         outcome("dlac", faulted=False),
@@ -173,7 +173,7 @@ def test_storage_beside_model_is_summed() -> None:
 
 
 def test_figures_of_rows_share_table() -> None:
-    """Names that begin or end with a row's name are its cells. A missing one is empty, and the rest is a table of its own."""
+    """Names that begin or end with a row's name are its cells. A missing one is empty, and the rest is a separate table."""
     measured = {
         "5s_overhead": Figure(value=0.0567, unit="share", bar="<= 0.02"),
         "bytes_5s": Figure(value=123_456, unit="bytes"),
@@ -197,7 +197,7 @@ def test_name_of_side_is_removed_once() -> None:
 
 
 def test_undisturbed_trainings_have_summaries() -> None:
-    """A method that is compared with the undisturbed training of another one has none of its own."""
+    """A method that is compared with the undisturbed training of another one has none."""
     outcomes = [outcome(method, seed=seed, faulted=False) for method in ("dlac", "stateful") for seed in (0, 1)]
     found = summarize_undisturbed([*outcomes, outcome("restart", faulted=True)], BATCH)
     assert [(each.method, each.seeds, each.final, each.identical) for each in found] == [
@@ -242,7 +242,7 @@ def test_table_2_is_filled_in_from_parts() -> None:
 
 
 def test_training_loss_is_a_claim() -> None:
-    """DLAC's distance to its undisturbed training is apart from that of the others."""
+    """DLAC's distance to its undisturbed training is apart from all other methods' distances."""
     other = {step: 1.1 * loss for step, loss in CALM.items()}
     outcomes = [
         outcome(method, faulted=faulted, validation=other if faulted and method == "stateful" else CALM)

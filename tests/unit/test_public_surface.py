@@ -44,7 +44,7 @@ def test_tree_of_errors_is_complete() -> None:
 
 
 def test_every_error_has_meaning_and_status() -> None:
-    """Each class has a one-sentence docstring, and an exit status that differs from those of signals and success."""
+    """Each class has a one-sentence docstring, and an exit status other than success and the statuses of signals."""
     for name, value in classes().items():
         assert value.__doc__, name
         assert 64 <= value.exit_code <= 113, name

@@ -38,7 +38,7 @@ def test_rank_polls_often_at_first(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_unrecorded_recovery_does_not_end_run(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The catalog is unavailable right after the claim: rank 0 trains with the others, and logs a warning."""
+    """The catalog is unavailable right after the claim: rank 0 trains with its peers, and logs a warning."""
 
     def fail(*_: object, **__: object) -> None:
         raise CatalogUnreachable("no answer")

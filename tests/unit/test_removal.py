@@ -17,7 +17,7 @@ from dlac_pipeline.spec.job_spec import CheckpointSpec
 
 
 class Store:
-    """The folder of a run's checkpoints 0, 1, 2 ..., some of which cannot be removed."""
+    """The folder of a run's checkpoints 0, 1, 2 .... Some of them cannot be removed."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.run = folder / "r"

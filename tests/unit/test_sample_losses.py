@@ -14,7 +14,7 @@ NAN = float("nan")
 
 
 def batch(step: int = 1) -> Batch:
-    """Return the batch of a rank with three slots, of which the last one is empty."""
+    """Return the batch of a rank with three slots. The last one is empty."""
     document = torch.tensor([[1, 1, 2, 0], [1, 2, 3, 3], [0, 0, 0, 0]])
     return Batch(
         step=step,

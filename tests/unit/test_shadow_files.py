@@ -1,4 +1,4 @@
-"""Files of `Shadow`: what is recorded, what never reaches the loop, and which steps are in the model."""
+"""Files of `dlac.Shadow`: recorded calls, calls that never reach the loop, and the steps in the model."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_later_launch_takes_steps_back(tmp_path: Path) -> None:
 def test_launches_off_lineage_keep_nothing(
     tmp_path: Path, launches: tuple[tuple[int, int], ...], kept: list[int | None], doubtful: bool
 ) -> None:
-    """A launch of which the last one knows nothing takes back no step of others, and has none in the model."""
+    """A launch unknown to the last launch takes back no step of others, and has none in the model."""
     for step, steps in launches:
         record(tmp_path, step=step, steps=steps)
     found = read_launches(tmp_path)
@@ -94,7 +94,7 @@ def test_launches_off_lineage_keep_nothing(
 def test_rank_joins_its_own_launch(
     tmp_path: Path, starts: list[tuple[int, int]], expected: list[set[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A launch without a file of a rank does not get that of the next launch, which began at the same step."""
+    """A launch without a file of a rank does not get the file of the next launch, which began at the same step."""
     for rank, time_s in starts:
         monkeypatch.setattr(
             "dlac_pipeline.extensions.loader_check.row_log.time.time_ns", lambda now=time_s: now * 10**9

@@ -203,7 +203,7 @@ def test_two_parts_of_rank_are_put_together(tmp_path: Path) -> None:
 
 
 def test_shared_memory_is_stored_once(tmp_path: Path) -> None:
-    """A tied or expanded tensor, and one of which two views overlap, takes the bytes that it has in memory."""
+    """A tied or expanded tensor, and one with two overlapping views, takes the bytes that it has in memory."""
     model = Tied()
     model.tied = nn.Parameter(torch.ones(100, 1000))
     model.again = model.tied
@@ -225,7 +225,7 @@ def test_truncated_tensors_are_refused(tmp_path: Path, length: int) -> None:
 
 
 def test_equal_tensors_make_equal_files(tmp_path: Path) -> None:
-    """The order of the dict does not matter, and the digest is that of the file."""
+    """The order of the dict does not matter, and the digest equals the file's."""
     tensors = {
         "half": torch.ones(3, dtype=torch.float16),
         "byte": torch.ones(1, dtype=torch.uint8),
@@ -240,7 +240,7 @@ def test_equal_tensors_make_equal_files(tmp_path: Path) -> None:
 
 
 def test_file_equals_that_of_the_library(tmp_path: Path) -> None:
-    """Header and content are those that the library's own function writes for a usual model."""
+    """Header and content equal the output of the library's function for a usual model."""
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.Linear(2, 2, dtype=torch.bfloat16))
     ours, theirs = tmp_path / "ours.safetensors", tmp_path / "theirs.safetensors"
     write_state(TensorFile(model.state_dict(), {"format": "pt"}), ours)

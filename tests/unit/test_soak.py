@@ -86,7 +86,7 @@ def test_full_store_has_no_free_byte(tmp_path: Path) -> None:
 
 
 def test_journal_counts_attempt_of_checkpoint() -> None:
-    """Steps of an attempt that were repeated after its last checkpoint do not count, but those that it left in memory do."""
+    """Steps that were repeated after an attempt's last checkpoint do not count, but its steps in a memory state do."""
     lineage = [CheckpointRow(attempt=1, step=2), CheckpointRow(attempt=2, step=3), CheckpointRow(attempt=3, step=5)]
     claims = [ClaimRow(attempt=1), ClaimRow(attempt=2), ClaimRow(attempt=3, memory_of=2, memory_step=4)]
     ranks = [
@@ -117,7 +117,7 @@ def test_journal_counts_last_committed_try() -> None:
 
 
 def test_unhealed_fault_is_reported() -> None:
-    """The page of a failed campaign differs from that of a successful one."""
+    """The page of a failed campaign differs from the page of a successful one."""
     facts = {"recoveries": 0, "noticed_by": [], "outcomes": [], "rows_replayed": 0, "quarantined": 0}
     fault = {
         "number": 1,

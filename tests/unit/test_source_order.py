@@ -87,7 +87,7 @@ def queues(draw: st.DrawFn, *, endless: bool = False) -> tuple[dict[str, UnitTab
 
 @dataclass
 class Model:
-    """An independent model of a source: the rows that each key group was dealt, and those that it has not read yet."""
+    """An independent model of a source: the rows dealt to each key group, and its rows not read yet."""
 
     settings: CutSettings
     dealt: list[int]

@@ -1,4 +1,4 @@
-"""Figures in README and docs are those of results: programs measured them, and a page or a test can be made of them again."""
+"""Figures in README and docs equal results: programs measured them, and a page or a test can be made of them again."""
 
 from __future__ import annotations
 

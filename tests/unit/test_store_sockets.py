@@ -253,7 +253,7 @@ def test_deleted_message_is_written_again() -> None:
 
 
 def test_hidden_name_stands_for_route(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the node's hosts file maps its name to loopback, the other nodes' route to it has the address."""
+    """If the node's hosts file maps its name to loopback, the route from another node has the address."""
     loopback = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: loopback)
     monkeypatch.setattr(addresses, "_routed_address", lambda: "192.0.2.2")

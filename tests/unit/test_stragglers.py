@@ -26,7 +26,7 @@ def started_detector() -> Stragglers:
 
 
 def test_slow_rank_is_named_with_phase() -> None:
-    """A rank's own seconds per step are compared with the median of the others, once enough steps are done."""
+    """A rank's own seconds per step are compared with its peers' median, once enough steps are done."""
     detector = started_detector()
     assert detector.observe(signs(4, reading=[0.0] * 4, computing=[2.0, 2.0, 99.0, 2.0])) == []
     (found,) = detector.observe(signs(5, reading=[0.0] * 4, computing=[2.5, 2.5, 15.0, 3.0]))

@@ -46,7 +46,7 @@ def reference(path: Path, text: str) -> list[int]:
 @settings(max_examples=50, deadline=None)
 @given(texts=st.lists(st.text(max_size=30), max_size=20), skip=st.integers(0, 3), large=st.booleans())
 def test_texts_are_encoded_one_by_one(path: Path, texts: list[str], skip: int, large: bool) -> None:
-    """Each text has its own tokens, for any type, offset and split of the array."""
+    """The tokens of each text are the same for any type, offset and split of the array."""
     tokenizer = load_tokenizer(path)
     array = pa.array([*["x"] * skip, *texts], pa.large_string() if large else pa.string()).slice(skip)
     with pytest.MonkeyPatch.context() as patched:
@@ -60,14 +60,14 @@ def test_texts_are_encoded_one_by_one(path: Path, texts: list[str], skip: int, l
 
 
 def test_file_is_bound_by_bytes(path: Path) -> None:
-    """The digest is that of the file, and equals the property of a tokenized table."""
+    """The digest equals the file's, and the property of a tokenized table."""
     tokenizer = load_tokenizer(path)
     assert tokenizer.digest == blake3(path.read_bytes()).hexdigest()
     assert tokenizer.digest == tokenizer_digest(Backend.from_file(str(path)))
 
 
 def test_special_token_text_stays_text(path: Path) -> None:
-    """No document can contain its own end."""
+    """No document can contain the end token."""
     tokenizer = load_tokenizer(path)
     end = tokenizer.token_id(END_OF_DOCUMENT)
     assert end not in tokenizer.encode(pa.array([TEXTS[3]]))[0]

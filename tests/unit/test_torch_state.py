@@ -59,7 +59,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("swaps", [False, True])
 def test_no_part_keeps_the_file(tmp_path: Path, swaps: bool) -> None:
-    """Modules copy their weights, and all others get copies: what is written over the file changes nothing."""
+    """Modules copy their weights, and all others get copies: a later write to the file changes nothing."""
     saved, loaded = _parts(), _parts()
     TorchState(**saved).save(tmp_path, lambda path, state: torch.save(state, path))
     torch.__future__.set_swap_module_params_on_conversion(swaps)

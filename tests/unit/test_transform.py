@@ -50,7 +50,7 @@ def run(
 
 
 def test_function_is_bound_by_its_source(tmp_path: Path) -> None:
-    """The digest is that of the file's bytes and the function's name, and ignores the file's path."""
+    """The digest covers the file's bytes and the function's name, and ignores the file's path."""
     (tmp_path / "a.py").write_text(DOUBLED)
     (tmp_path / "b.py").write_text(DOUBLED + "# changed\n")
     one, other = (load_transform(f"{tmp_path / name}.py:double") for name in "ab")
@@ -146,7 +146,7 @@ def raises_for_two(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def centred(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Depend on the other rows of the batch."""
+    """Depend on all rows of the batch."""
     return batch.set_column(0, "x", pc.subtract(batch["x"], pc.mean(batch["x"])))
 
 
@@ -238,7 +238,7 @@ def test_lists_become_dimensions(column: pa.Array, dtype: type) -> None:
 
 
 def test_nested_shape_is_kept_without_rows() -> None:
-    """A rank without rows of a batch has the shape of the others, and another shape of nested lists is refused."""
+    """A rank without rows of a batch has the shape of its peers, and another shape of nested lists is refused."""
     kind = ColumnKind(name="v", items=np.dtype(np.float32), listed=True, length=3, inner=(2,))
     assert assemble(kind, [], 4)["v"].shape == (4, 3, 2)
     other = Column(np.zeros((1, 3, 5), dtype=np.float32))

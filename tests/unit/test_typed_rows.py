@@ -150,7 +150,7 @@ def test_repeated_row_is_read() -> None:
 
 
 def test_parsed_fields_are_as_written() -> None:
-    """Every field of a read row equals that of the written row."""
+    """Every field of a read row equals the written row's."""
     columns = [{**row.to_columns(), "seq": seq} for seq, row in enumerate(ROWS, start=1)]
     for written, row in zip(ROWS, parse_columns(columns), strict=True):
         assert replace(row, seq=0) == written

@@ -85,7 +85,7 @@ def test_views_stay_shared(tmp_path: Path) -> None:
 
 
 def test_copy_memory_is_used_again(tmp_path: Path) -> None:
-    """The second checkpoint of the same state takes no new memory, and has its own values."""
+    """The second checkpoint of the same state takes no new memory, and has new values."""
     memory, weight = CopyMemory(), torch.zeros(1000)
     addresses = []
     for step in range(3):
