@@ -12,7 +12,7 @@ from typing import Any
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
-from dlac_pipeline.extensions.erasure.passport import _digest
+from dlac_pipeline.extensions.erasure.passport import digest_of_passport
 
 FINISHED = "done"
 """A finished run of the lakehouse of the inputs, started by a script as with torchrun."""
@@ -93,7 +93,7 @@ def _passports(_: dict[str, Any], made: Made) -> Iterator[BadInput]:
     for name, facts in _changed(made.passport.partition(b"\n")[0]):
         content = made.passport.partition(b"\n")[2]
         facts.pop("digest", None)
-        digest = _digest(facts, content) if "digest" not in name else "x"
+        digest = digest_of_passport(facts, content) if "digest" not in name else "x"
         # only the ledger can refute another text
         home = "" if name.endswith("'nope'") else "nowhere"
         changed = json.dumps({**facts, "digest": digest}).encode() + b"\n" + content

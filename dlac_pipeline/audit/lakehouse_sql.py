@@ -38,7 +38,7 @@ _AUDIT = (
 )
 VIEWS = (*QUESTIONS, *_AUDIT)
 """All scripts of views and macros. Each uses only those before it."""
-_OWN = ("consumption", "slices", "plans", "work_units", "recoveries", "row_keys")
+OWN_TABLES = ("consumption", "slices", "plans", "work_units", "recoveries", "row_keys")
 """DLAC's tables. The consumption is read first, because the rows that it names are older."""
 _WORDS = re.compile(r"\w+")
 _DEFINITION = re.compile(r"CREATE OR REPLACE (?:VIEW|MACRO) (\w+)")
@@ -48,11 +48,11 @@ _READING_FILES = re.compile(r"/|read_|scan|glob|sniff|parquet")
 """Texts of a query. Where it reads a data file, at least one occurs."""
 _NAMED_BY = {"slices": "cut_id", "plans": "plan_id", "work_units": "write_id"}
 """The column that names the rows of other tables that the ledger of a run needs: by the values of `named_*.sql`."""
-_KEPT = ("branch_checkpoints", "lineage", "advances", "cuts", "legs", "leg_sources", "leg_cuts", "live_plans")
+KEPT_TABLES = ("branch_checkpoints", "lineage", "advances", "cuts", "legs", "leg_sources", "leg_cuts", "live_plans")
 """Views that many others use. They are computed once, or else each of those would compute them again."""
-_KEPT_OF_ONE_RUN = ("dead_positions", "block_tiles", "intervals", "uneven_shares", "repeats")
+KEPT_TABLES_OF_ONE_RUN = ("dead_positions", "block_tiles", "intervals", "uneven_shares", "repeats")
 """Further such views. They are too expensive without a run."""
-AUDIT_TABLES = (*_KEPT, *_KEPT_OF_ONE_RUN)
+AUDIT_TABLES = (*KEPT_TABLES, *KEPT_TABLES_OF_ONE_RUN)
 """Views of the audit of one run that are computed once."""
 _READING = ("SELECT", "EXPLAIN", "MULTI", "CREATE", "DROP", "INSERT", "UPDATE", "DELETE")
 """Statements that leave files alone. Tables that they make or change are in memory."""
@@ -98,7 +98,7 @@ def open_audit(
         mine: BooleanExpression = AlwaysTrue() if run is None else equals("run", run)
         if run is not None and until_seq is not None:
             mine = And(mine, at_most("seq", until_seq))
-        for name in _OWN:
+        for name in OWN_TABLES:
             wanted = mine if name in ("consumption", "recoveries") else AlwaysTrue()
             if run is not None and name in _NAMED_BY:
                 values = connection.execute(sql_script(f"named_{name}")).fetchall()
@@ -112,7 +112,7 @@ def open_audit(
         if large:
             connection.execute("SET memory_limit = '1280MB'; SET preserve_insertion_order = false")
         views = VIEWS if needed is None else scripts_of(needed)
-        kept = {*(_KEPT if run is None else AUDIT_TABLES)} - ({"advances"} if large else set())
+        kept = {*(KEPT_TABLES if run is None else AUDIT_TABLES)} - ({"advances"} if large else set())
         _define(connection, [view for view in views if not (merged and view == "audited")], kept, large=large)
         opened.pop_all()
     return connection
@@ -167,7 +167,7 @@ def write_database(lakehouse: Lakehouse, path: Path) -> None:
     try:
         with temporary_beside(path) as temporary:
             with duckdb.connect(str(temporary)) as connection:
-                for name in _OWN:
+                for name in OWN_TABLES:
                     _add_table(connection, lakehouse, name, AlwaysTrue(), load=True)
                 _define(connection, VIEWS, ())
             temporary.rename(path)

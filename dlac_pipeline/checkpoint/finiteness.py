@@ -81,7 +81,7 @@ class WeightsCheck:
         with self._keeping_failure():
             for name, tensor in self._weights_left().pop(storage, []):
                 with self._keeping_failure():
-                    if not _is_finite(tensor):
+                    if not is_finite(tensor):
                         self._found.append(name)
 
     def finish(self) -> None:
@@ -117,11 +117,11 @@ def _weights(engine: object) -> Iterator[tuple[str, torch.Tensor]]:
         if isinstance(module, Module):
             for name, parameter in module.named_parameters():
                 if parameter.requires_grad:  # a constant of the user's may well be infinite
-                    yield f"{part}.{name}", _own_part(parameter)
+                    yield f"{part}.{name}", own_part(parameter)
 
 
-def _own_part(parameter: Any) -> Any:
-    """Return this rank's part of a parameter, without padding: all of it, a shard of FSDP2, or a partition of ZeRO 3."""
+def own_part(parameter: Any) -> Any:
+    """Return what this rank has of a parameter, without padding: all of it, a shard of FSDP2, or a partition of ZeRO 3."""
     partition = getattr(parameter, "ds_tensor", None)
     if partition is None:
         tensor = parameter.detach()
@@ -132,7 +132,7 @@ def _own_part(parameter: Any) -> Any:
     return partition.detach()[:numbers]
 
 
-def _is_finite(tensor: torch.Tensor) -> bool:
+def is_finite(tensor: torch.Tensor) -> bool:
     """Return True if all numbers are finite, without a copy."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())

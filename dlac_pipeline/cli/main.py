@@ -81,17 +81,17 @@ def main() -> None:
         finally:
             sys.stdout.flush()
     except DlacError as err:
-        _end(f"{type(err).__name__}: {err}", err.exit_code)
+        end_with_message(f"{type(err).__name__}: {err}", err.exit_code)
     except (Interrupted, KeyboardInterrupt):
         sys.exit(128 + signal.SIGINT)
     except OSError as err:
         if not _output_fails():  # it was another file or pipe
-            _end(report_unexpected(err), DlacError.exit_code)
+            end_with_message(report_unexpected(err), DlacError.exit_code)
         if isinstance(err, BrokenPipeError):
             sys.exit(128 + signal.SIGPIPE)
-        _end(f"expected to write to standard output, found {err}", _EX_IOERR)
+        end_with_message(f"expected to write to standard output, found {err}", _EX_IOERR)
     except Exception as err:
-        _end(report_unexpected(err), DlacError.exit_code)
+        end_with_message(report_unexpected(err), DlacError.exit_code)
 
 
 @contextmanager
@@ -118,7 +118,8 @@ def _leave_garbage() -> None:
         gc.freeze()
 
 
-def _end(message: str, exit_code: int) -> NoReturn:
+def end_with_message(message: str, exit_code: int) -> NoReturn:
+    """Print an error, and end the command with its exit status."""
     ERR.print(Text.assemble(("error:", "red"), f" {terminal_text(message)}"), soft_wrap=True)
     sys.exit(exit_code)
 

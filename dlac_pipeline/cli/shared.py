@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 Command = TypeVar("Command", bound=Callable[..., Any])
 TRAIN, RECOVER, LOOK, AUDIT, STORAGE = "Train", "Recover", "Look", "Audit", "Storage"
 """Groups of commands in the help of `dlac`."""
-_WIDE = 100_000
+WIDE = 100_000
 """Columns without a terminal: nothing is folded or cut off, for the program that reads it."""
 _GAP = "  "
 _TEXTS = {"key", "document", "query", "why", "where", "exclude"}
@@ -61,7 +61,7 @@ def terminal_text(text: str) -> str:
     return "".join(each if is_shown(each) else each.encode("unicode_escape").decode() for each in text)
 
 
-class _SafeConsole(Console):
+class SafeConsole(Console):
     """A console that shows control characters in its text instead of obeying them."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
@@ -70,8 +70,8 @@ class _SafeConsole(Console):
             yield segment if segment.control else segment._replace(text=terminal_text(segment.text))
 
 
-OUT = _SafeConsole(width=None if getattr(sys.stdout, "isatty", bool)() else _WIDE)
-ERR = _SafeConsole(stderr=True)
+OUT = SafeConsole(width=None if getattr(sys.stdout, "isatty", bool)() else WIDE)
+ERR = SafeConsole(stderr=True)
 
 Home = Annotated[
     Path | None,
@@ -264,7 +264,7 @@ def show_rows(names: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
         table.add_column(_cell(name))
     for row in cells:
         table.add_row(*row)
-    if OUT.measure(table, options=OUT.options.update(width=_WIDE)).maximum <= OUT.width:
+    if OUT.measure(table, options=OUT.options.update(width=WIDE)).maximum <= OUT.width:
         OUT.print(table)
     else:
         _show_blocks(zip(map(terminal_text, names), (cell.plain for cell in row), strict=True) for row in cells)

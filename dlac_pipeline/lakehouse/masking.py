@@ -73,7 +73,7 @@ _LEAST = 6
 """Characters of a value that is masked wherever it is. Harmless text would have a shorter one."""
 _SURE = 12
 """Characters of a value that is masked also between letters, and of one that is masked without the name of a secret."""
-_values: set[str] = set()
+KNOWN_VALUES: set[str] = set()
 """Values of secrets in the settings that this process has read."""
 
 
@@ -99,15 +99,15 @@ def note_secrets(value: Any, name: str = "", *, private: bool = False) -> None:
     elif isinstance(value, str):
         is_mixed = bool(re.search("[A-Za-z]", value) and re.search("[0-9]", value)) and not re.search(r"[/\s]", value)
         if is_secret_name(name) or (private and is_mixed and len(value) >= _SURE):
-            _values.add(value)
-        _values.update(_PASSWORD.findall(value))
+            KNOWN_VALUES.add(value)
+        KNOWN_VALUES.update(_PASSWORD.findall(value))
 
 
 def mask_known(text: str) -> str:
     """Return the text with *** for the values of secrets that this process knows, and for forms of secrets."""
     # Another thread may set and remove variables meanwhile, as the start of ranks does.
     named = (os.environ.get(name, "") for name in list(os.environ) if name == _RENDEZVOUS_KEY or is_secret_name(name))
-    found = {*_values, *(value for value in named if not (value.startswith("/") and os.path.exists(value)))}
+    found = {*KNOWN_VALUES, *(value for value in named if not (value.startswith("/") and os.path.exists(value)))}
     values = frozenset(value for value in found if len(value) >= _LEAST and MASK not in value and not _is_word(value))
     return _KNOWN.sub(MASK, _pattern_of(values).sub(MASK, text) if values else text)
 

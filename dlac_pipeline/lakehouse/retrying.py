@@ -33,7 +33,7 @@ def retrying(
     stop = stop or threading.Event()
     return tenacity.Retrying(
         retry=tenacity.retry_if_exception_type(of),
-        wait=partial(_pause_s, longest_s=min(5.0, deadline_s / 12)),
+        wait=partial(pause_s, longest_s=min(5.0, deadline_s / 12)),
         stop=tenacity.stop_any(tenacity.stop_after_delay(deadline_s), tenacity.stop_when_event_set(stop)),
         sleep=tenacity.sleep_using_event(stop),
         reraise=True,
@@ -66,5 +66,6 @@ def as_commit_conflict() -> Iterator[None]:
         raise CommitConflict(f"a commit was overtaken by others and by upkeep, and did not land: {err}") from err
 
 
-def _pause_s(state: tenacity.RetryCallState, *, longest_s: float) -> float:
+def pause_s(state: tenacity.RetryCallState, *, longest_s: float) -> float:
+    """Return a random pause that grows with the number of tries."""
     return _random.uniform(0, min(longest_s, 0.05 * 2.0**state.attempt_number))

@@ -121,7 +121,7 @@ def seen_before(
     count = len({(source, path, row) for source, path, row, _ in seen})
     if not count:
         return {"excluded_rows_seen": 0}
-    clean = _newest_before(rows, target, {checkpoint for *_, checkpoint in seen})
+    clean = newest_before(rows, target, {checkpoint for *_, checkpoint in seen})
     if clean is not None:
         clean_step = checkpoint_rows(rows)[clean].step
         return {"excluded_rows_seen": count, "clean_checkpoint": clean, "clean_step": clean_step}
@@ -130,7 +130,7 @@ def seen_before(
     return {"excluded_rows_seen": count, "clean_step": 0 if has_beginning else None}
 
 
-def _newest_before(rows: Sequence[LedgerRow], target: str, seen_by: Collection[str]) -> str | None:
+def newest_before(rows: Sequence[LedgerRow], target: str, seen_by: Collection[str]) -> str | None:
     """Return the newest restorable checkpoint that is older than all of `seen_by`. None, also if one is of another run."""
     places = {name: place for place, name in enumerate(lineage_of(rows, target))}
     if not places.keys() >= set(seen_by):

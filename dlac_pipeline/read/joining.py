@@ -9,7 +9,7 @@ import pyarrow as pa
 from dlac_pipeline.lakehouse.iceberg.columns import large_form
 from dlac_pipeline.read.memory import Buffers, Bytes
 
-_LIMIT = 2**31
+LARGEST_BYTES = 2**31
 """So many bytes of strings, or items of lists, do not fit the offsets of an array."""
 
 
@@ -30,7 +30,7 @@ def take_rows(table: pa.Table, rows: Any) -> pa.Table:
     """Return these rows of a table. Strings that may not fit the offsets of a string array get 64-bit offsets."""
     for place, column in enumerate(table.columns):
         large = large_form(column.type)
-        if large != column.type and column.num_chunks > 1 and column.nbytes >= _LIMIT:
+        if large != column.type and column.num_chunks > 1 and column.nbytes >= LARGEST_BYTES:
             table = table.set_column(place, table.field(place).with_type(large), column.cast(large))
     return table.take(rows)
 
@@ -82,7 +82,7 @@ def _flat(array: Any) -> Bytes | None:
     rows = len(array)
     if isinstance(array.type, pa.ListType):
         lengths = np.diff(array.offsets.to_numpy())
-        if array.null_count or not lengths[0] or (lengths != lengths[0]).any() or lengths[0] * rows >= _LIMIT:
+        if array.null_count or not lengths[0] or (lengths != lengths[0]).any() or lengths[0] * rows >= LARGEST_BYTES:
             return None
         array = array.flatten()
     kind = array.type

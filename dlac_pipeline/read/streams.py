@@ -21,7 +21,7 @@ Columns = dict[str, Column]
 Piece = tuple[Columns, Ints]
 """Columns, and the rows of them that are the samples."""
 Prepared = TypeVar("Prepared")
-_PORTION_BYTES = 2**22
+PORTION_BYTES = 2**22
 """Encoded bytes of slices that are worth one decoding task where rows are read in the table's order."""
 _SCRATCH = 4
 """A row group takes up to so many times its size while it is decoded: as read, decompressed, decoded, in growing buffers."""
@@ -100,7 +100,7 @@ def _slices_at_once(row_range: RowRange) -> list[int]:
     """Return how many consecutive slices of a block to decode together: few small ones, or one large one."""
     counts, size = [0], 0
     for encoded in _encoded_bytes(row_range.cut.units, row_range.block.slices).tolist():
-        if counts[-1] and size + encoded > _PORTION_BYTES:
+        if counts[-1] and size + encoded > PORTION_BYTES:
             counts.append(0)
             size = 0
         counts[-1] += 1

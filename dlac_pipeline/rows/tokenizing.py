@@ -20,7 +20,7 @@ from dlac_pipeline.lakehouse.errors import TokenizerUnreadable, UnsupportedColum
 from dlac_pipeline.rows.columns import Ints
 
 Tokens = npt.NDArray[np.int32] | npt.NDArray[np.int64]
-_TEXT_BYTES_AT_ONCE = 2**20
+TEXT_BYTES_AT_ONCE = 2**20
 """Bytes of text per call. The library keeps some hundred bytes per token of an encoded text, until the ids are copied."""
 
 
@@ -110,7 +110,7 @@ def _parts(texts: pa.StringArray | pa.LargeStringArray) -> Iterator[Any]:
         return
     offsets = np.frombuffer(texts.buffers()[1], np.int64 if pa.types.is_large_string(texts.type) else np.int32)
     ends = offsets[texts.offset : texts.offset + len(texts) + 1].astype(np.int64)
-    piece = (ends[1:] - ends[0] - 1) // _TEXT_BYTES_AT_ONCE
+    piece = (ends[1:] - ends[0] - 1) // TEXT_BYTES_AT_ONCE
     cuts = np.flatnonzero(np.diff(piece)) + 1
     for start, stop in zip([0, *cuts], [*cuts, len(texts)], strict=True):
         yield texts.slice(int(start), int(stop - start))

@@ -20,7 +20,7 @@ from dlac_pipeline.lakehouse.store_files import StoreFiles
 PROVE, PROVED = "prove", "proved"
 """Messages: the leader names the checkpoint. The other nodes report how much of their part they have read, and the result."""
 _POLL_S = 0.05
-_ANSWER_S = 5.0
+ANSWER_S = 5.0
 """Extra seconds for other nodes, past the time of the leader's own part. Then the leader reads their parts too."""
 
 
@@ -66,7 +66,7 @@ class NodeVerifiers:
         began = time.monotonic()
         with manifests.store_there(uri, files):
             read(LEADER)
-            until = 2 * time.monotonic() - began + _ANSWER_S
+            until = 2 * time.monotonic() - began + ANSWER_S
             for place in self._round.others:
                 if not self._is_intact(place, until, partial(note, place)):
                     read(place)

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 import torch
-import yaml
 
 import dlac_pipeline as dlac
 import dlac_pipeline.lakehouse.retrying
@@ -219,10 +218,8 @@ def test_catalog_outage_costs_no_checkpoint(arena: Arena, monkeypatch: pytest.Mo
     database = arena.home / "catalog.db"
     impatient = arena.lakehouse.config.model_copy(update={"uri": f"sqlite:///{database}?timeout=0.1"})
     spec = arena.spec("r", world_size=1, passes=1).model_copy(update={"lakehouse": impatient})
-    path = arena.home / "r.yaml"
-    path.write_text(yaml.safe_dump(spec.model_dump()))
     locker = sqlite3.connect(database, isolation_level=None, timeout=60)
-    pause = dlac_pipeline.lakehouse.retrying._pause_s
+    pause = dlac_pipeline.lakehouse.retrying.pause_s
     refused: list[str] = []
 
     def pause_in_rename(state: Any, **limits: float) -> float:
@@ -231,8 +228,8 @@ def test_catalog_outage_costs_no_checkpoint(arena: Arena, monkeypatch: pytest.Mo
             locker.execute("ROLLBACK")
         return pause(state, **limits)
 
-    monkeypatch.setattr(dlac_pipeline.lakehouse.retrying, "_pause_s", pause_in_rename)
-    with closing(locker), dlac.training_run(path) as run:
+    monkeypatch.setattr(dlac_pipeline.lakehouse.retrying, "pause_s", pause_in_rename)
+    with closing(locker), arena.training_run(spec) as run:
         run.restore(dlac.TorchState(model=torch.nn.Linear(1, 1)))
         for batch in run.batches():
             if batch.step in (10, 19):

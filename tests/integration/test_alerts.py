@@ -200,7 +200,7 @@ def test_refused_alert_is_retried_in_order(
     assert pager.sent == [("gave_up", "refused"), ("gave_up", "after-it")]
     fails("unwanted")
     pager.asked = 0
-    monkeypatch.setattr(alerts, "_HELD_S", 0.0)
+    monkeypatch.setattr(alerts, "HELD_S", 0.0)
     assert "gave up the alert" in str(watch.tick())
     fails("last")
     watch.tick()

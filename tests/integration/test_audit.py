@@ -16,7 +16,14 @@ from rich.console import Console
 from dlac_pipeline.audit.audit import audit_run, open_run
 from dlac_pipeline.audit.explain import explain_sql
 from dlac_pipeline.audit.goodput import read_attempt_times, read_goodput
-from dlac_pipeline.audit.lakehouse_sql import _KEPT, _KEPT_OF_ONE_RUN, _OWN, lock_to_lakehouse, open_audit, rows_of
+from dlac_pipeline.audit.lakehouse_sql import (
+    KEPT_TABLES,
+    KEPT_TABLES_OF_ONE_RUN,
+    OWN_TABLES,
+    lock_to_lakehouse,
+    open_audit,
+    rows_of,
+)
 from dlac_pipeline.audit.losses import read_losses
 from dlac_pipeline.audit.plots import draw_coverage, draw_goodput, draw_losses
 from dlac_pipeline.audit.table import audit_table
@@ -349,10 +356,10 @@ def test_large_ledger_answers_the_same(lake: Lake, monkeypatch: pytest.MonkeyPat
 
 def test_shared_views_are_computed_once(lake: Lake) -> None:
     """What many views use is a table: of all runs only the cheap part, of one run all of it."""
-    for run, kept in ((None, _KEPT), ("faulty", (*_KEPT, *_KEPT_OF_ONE_RUN))):
+    for run, kept in ((None, KEPT_TABLES), ("faulty", (*KEPT_TABLES, *KEPT_TABLES_OF_ONE_RUN))):
         with open_audit(lake.lakehouse, run=run) as connection:
             tables = {name for (name,) in connection.execute("SELECT table_name FROM duckdb_tables()").fetchall()}
-        assert tables == {*kept, *_OWN}
+        assert tables == {*kept, *OWN_TABLES}
 
 
 def _answer_of(lake: Lake, query: str) -> list[tuple[object, ...]]:

@@ -188,7 +188,7 @@ def test_missing_definition_is_reported(arena: Arena, instance: dg.DagsterInstan
     arena.table()
     dead = dagster_run(instance, arena.spec("removed"))
     arena.monkeypatch.setattr(training_runs_module, "defined_runs", {})
-    arena.monkeypatch.setattr(recovery, "_LOADED_WITHIN_S", 0.0)
+    arena.monkeypatch.setattr(recovery, "LOADED_WITHIN_S", 0.0)
     event = instance.report_run_failed(dead, message="it died")
     alerts: list[Alert] = []
     alert_sensor, *_ = dlac_alerts(lambda alert, _: alerts.append(alert))

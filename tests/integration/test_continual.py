@@ -197,7 +197,7 @@ def test_failed_recovery_counts_for_its_run(
     arena: Arena, home: Path, instance: dg.DagsterInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Recoveries do not carry the due snapshots, and one that stepped aside is ignored. A healing run is requested as before."""
-    monkeypatch.setattr(continual, "_PAGE", 2)
+    monkeypatch.setattr(continual, "RUNS_PER_PAGE", 2)
     arena.table(appends=(600,))
     spec = following(arena, "recovers")
     [request] = scheduled(instance)

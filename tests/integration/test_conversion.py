@@ -156,7 +156,7 @@ def test_who_gets_on_is_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch
     """A converter is waited for while it writes, however long it takes."""
     calls: list[Path] = []
     looks = threading.Semaphore(0)
-    real = conversion._sizes
+    real = conversion.file_sizes
 
     def sizes(parent: Path) -> dict[str, int]:
         with (parent / "written").open("a") as stream:
@@ -172,7 +172,7 @@ def test_who_gets_on_is_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch
     with ThreadPoolExecutor(1) as pool:
         making = pool.submit(convert_checkpoint, folder, slow)
         wait_until(lambda: (folder.parent.parent / "converted").exists() and kept(folder) != [], what="a conversion")
-        monkeypatch.setattr(conversion, "_sizes", sizes)
+        monkeypatch.setattr(conversion, "file_sizes", sizes)
         assert convert_checkpoint(folder, copying(calls), patience_s=0.05) == making.result()
     assert len(calls) == 1
 

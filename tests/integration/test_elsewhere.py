@@ -171,8 +171,8 @@ def test_clock_ahead_fences_no_healthy_run(arena: Arena, spec: JobSpec) -> None:
 def test_commits_alone_show_life(arena: Arena, spec: JobSpec, lives: bool) -> None:
     """Without visible steps, a commit within twice the longest interval is a sign of life. Without one the launch is lost."""
     lost_after(arena, 120.0)
-    arena.monkeypatch.setattr("dlac_pipeline.supervise.liveness.launch_liveness._STEPS_SEEN_S", 0.1)
-    arena.monkeypatch.setattr("dlac_pipeline.supervise.liveness.launch_liveness._POLL_S", 0.05)
+    arena.monkeypatch.setattr("dlac_pipeline.supervise.liveness.launch_liveness.STEPS_SEEN_S", 0.1)
+    arena.monkeypatch.setattr("dlac_pipeline.supervise.liveness.launch_liveness.POLL_S", 0.05)
     with machine(arena):
         arena.train(spec, until=3)
     rows = arena.rows("r", ClaimRow, CheckpointRow)

@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
-import dlac_pipeline as dlac
 from dlac_pipeline.checkpoint.listing import checkpoint_of_file
 from dlac_pipeline.checkpoint.restore import export
 from dlac_pipeline.checkpoint.restore.export import export_weights, write_state_folder
@@ -38,10 +36,7 @@ def make_model(kind: str) -> Any:
 
 def train(arena: Arena, spec: JobSpec, model: Any) -> None:
     """Train two steps in this process."""
-    path = arena.home / "r.yaml"
-    path.write_text(yaml.safe_dump(spec.model_dump()))
-    arena.monkeypatch.setenv("DLAC_HOME", str(arena.home))
-    with dlac.training_run(path) as run:
+    with arena.training_run(spec) as run:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         run.restore(model=model, optimizer=optimizer)
         for _ in run.batches():
@@ -101,7 +96,7 @@ def test_pretrained_model_has_equal_logits(arena: Arena, kind: str, engine: str)
 def test_large_model_has_an_index(arena: Arena) -> None:
     """Several files of weights load as one does. The ledger knows every file and the index."""
     spec, model = trained(arena, "untied")
-    arena.monkeypatch.setattr(export, "_SHARD_BYTES", 6000)
+    arena.monkeypatch.setattr(export, "SHARD_BYTES", 6000)
     out = arena.home / "my-model"
     made = export_weights(arena.lakehouse, tiers_of(spec), out, config=arena.home / "config")
     files = sorted(path.name for path in out.glob("*.safetensors"))
@@ -126,8 +121,8 @@ def test_folder_of_conversion_is_no_obstacle(arena: Arena, name: str) -> None:
 
     (arena.home / "linked").mkdir()
     (out := arena.home / name).symlink_to("linked")
-    made = export._export(
-        arena.lakehouse, tiers_of(spec), export._target(out, is_folder=True), None, "state", read, write_state_folder
+    made = export.export_part(
+        arena.lakehouse, tiers_of(spec), export.target_of(out, is_folder=True), None, "state", read, write_state_folder
     )
     assert os.listdir(out) == os.listdir(arena.home / "linked") == made.files
 

@@ -57,19 +57,19 @@ def rows_of(arena: Arena) -> dict[str, list[str]]:
 
 def forget(arena: Arena) -> None:
     """Open the lakehouse as a new process does, which has read no manifest."""
-    own_rows._FILES.clear()
+    own_rows.forget_files()
     reconnect(arena)
 
 
 def look_anew(arena: Arena, look: Callable[[Lakehouse, str], object]) -> None:
     """Look at the run as a new process does."""
-    own_rows._FILES.clear()
+    own_rows.forget_files()
     look(connect(arena.config.at_home(arena.home), create=False), "r")
 
 
 def rebuild(arena: Arena, *, journal: str | None = None, dry_run: bool = False) -> Rebuilt:
     """Rebuild the ledger as a new process does, and open the lakehouse again."""
-    own_rows._FILES.clear()
+    own_rows.forget_files()
     done = rebuild_ledger(connect(arena.config.at_home(arena.home), damaged=True), journal=journal, dry_run=dry_run)
     if not dry_run:
         forget(arena)
@@ -270,7 +270,7 @@ def test_gap_is_reported(trained: Arena, capsys: pytest.CaptureFixture[str]) -> 
     for path in kept:
         path.unlink()
     lose_table(trained)
-    own_rows._FILES.clear()
+    own_rows.forget_files()
     assert app(["ledger", "rebuild", "--home", str(trained.home), "--json"], standalone_mode=False) == 1
     shown = {run["run"]: run for run in json.loads(capsys.readouterr().out)["runs"]}
     assert shown["other"]["missing"] == shown["other"]["appends"] > 0

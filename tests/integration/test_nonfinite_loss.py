@@ -49,9 +49,6 @@ def train(
     A `trainer` saves its files itself, and writes the step into a file.
     """
     spec = arena.spec("r", world_size=1, passes=1, every_steps=5, **changes)
-    path = arena.home / "r.yaml"
-    path.write_text(yaml.safe_dump(spec.model_dump()))
-    arena.monkeypatch.setenv("DLAC_HOME", str(arena.home))
     model = torch.nn.Linear(4, 1)
 
     def save(folder: Path) -> None:
@@ -59,7 +56,7 @@ def train(
             file.write(f"{run.step}\n")
         torch.save(model.state_dict(), folder / "model.pt")
 
-    with dlac.training_run(path) as run:
+    with arena.training_run(spec) as run:
         run.restore(TrainerFiles(save, modules={"model": model}) if trainer else dlac.TorchState(model=model))
         for batch in run.batches():
             if batch.step == poison:
@@ -141,7 +138,7 @@ def test_failed_check_is_raised_at_the_end(arena: Arena) -> None:
             raise MemoryError("no memory")
         return bool(torch.isfinite(tensor).all())
 
-    arena.monkeypatch.setattr(finiteness, "_is_finite", checked)
+    arena.monkeypatch.setattr(finiteness, "is_finite", checked)
     checks = FinitenessCheck("r", "stop", warn=lambda _: None)
     check = checks.weights_of(dlac.TorchState(model=model), 1)
     model.register_parameter("beside", torch.nn.Parameter(first.detach().view(-1)[:2]))  # of the same storage
@@ -162,7 +159,7 @@ def test_partition_is_checked_without_padding(arena: Arena, rank: int, status: i
     parameter.ds_tensor = torch.zeros(2)
     parameter.ds_tensor.ds_numel, parameter.ds_tensor.status = 2, Status(status)
     arena.monkeypatch.setattr(torch.distributed, "get_rank", {"ranks": rank}.__getitem__)
-    assert len(finiteness._own_part(parameter)) == checked
+    assert len(finiteness.own_part(parameter)) == checked
 
 
 @pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float4_e2m1fn_x2"])

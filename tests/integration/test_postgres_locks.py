@@ -50,7 +50,7 @@ def limits(engine: Engine) -> list[str]:
 def test_frozen_committer_blocks_no_other(config: LakehouseConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """If others commit between UPDATE and COMMIT, an append learns that it did not land, and commits again."""
     frozen, other = Ledger(connect(config)), Ledger(connect(config))
-    monkeypatch.setattr(safe_commit, "_POSTGRES_TIMEOUTS", dict(zip(SETTINGS, ("1s", "300ms"), strict=True)))
+    monkeypatch.setattr(safe_commit, "POSTGRES_TIMEOUTS", dict(zip(SETTINGS, ("1s", "300ms"), strict=True)))
     claim(frozen, "r", nonce="n1", replaces=0, detail={})
     stands, landed, in_time = threading.Event(), threading.Event(), []
 
@@ -75,7 +75,7 @@ def test_frozen_committer_blocks_no_other(config: LakehouseConfig, monkeypatch: 
 
 def test_locked_row_is_not_awaited_forever(config: LakehouseConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """After its deadline an append reports that the catalog does not answer, and the reason."""
-    monkeypatch.setitem(safe_commit._POSTGRES_TIMEOUTS, "lock_timeout", "300ms")
+    monkeypatch.setitem(safe_commit.POSTGRES_TIMEOUTS, "lock_timeout", "300ms")
     ledger = Ledger(connect(config), deadline_s=1.0)
     with create_engine(config.uri).begin() as connection:
         connection.execute(text("UPDATE iceberg_tables SET metadata_location = metadata_location"))

@@ -128,9 +128,9 @@ def test_portions_change_no_batch(arena: Arena, monkeypatch: pytest.MonkeyPatch,
     """In the table's order the batches are the same, from any step, however few slices are decoded at a time."""
     order = ORDER.model_copy(update={"shuffle": False, "block_slices": 4})
     plan = plan_of(arena, row_filter="even = true")
-    monkeypatch.setattr(streams, "_PORTION_BYTES", 2**40)
+    monkeypatch.setattr(streams, "PORTION_BYTES", 2**40)
     whole = global_batches(read(arena, plan, order=order))
-    monkeypatch.setattr(streams, "_PORTION_BYTES", portion_bytes)
+    monkeypatch.setattr(streams, "PORTION_BYTES", portion_bytes)
     for step in (0, 1, 3):
         assert global_batches(read(arena, plan, order=order, step=step)) == whole[step:]
 
@@ -138,7 +138,7 @@ def test_portions_change_no_batch(arena: Arena, monkeypatch: pytest.MonkeyPatch,
 @pytest.mark.parametrize("portion_bytes", [1, 2**40])
 def test_portions_pass_dead_nulls_over(arena: Arena, monkeypatch: pytest.MonkeyPatch, portion_bytes: int) -> None:
     """Rows that a filter drops may be null, also where a block is decoded a few slices at a time."""
-    monkeypatch.setattr(streams, "_PORTION_BYTES", portion_bytes)
+    monkeypatch.setattr(streams, "PORTION_BYTES", portion_bytes)
     values = pa.array([None if row % 7 == 3 else float(row) for row in range(120)])
     rows = pa.table({"row_id": pa.array(range(120)), "v": values})
     arena.lakehouse.catalog.create_table("src.t", rows.schema, properties={"write.parquet.row-group-limit": "10"})
@@ -159,7 +159,7 @@ def test_table_order_holds_few_slices(arena: Arena, monkeypatch: pytest.MonkeyPa
     plan = plan_of(arena)
     peaks = {}
     for portion_bytes in (1, 2**40):
-        monkeypatch.setattr(streams, "_PORTION_BYTES", portion_bytes)
+        monkeypatch.setattr(streams, "PORTION_BYTES", portion_bytes)
         order = ORDER.model_copy(update={"shuffle": False, "block_slices": 8})
         spec = arena.spec("r", columns=list(plan.columns)).model_copy(update={"order": order})
         opened = open_leg(Plans(arena.lakehouse), first_leg(spec, [plan]), spec)

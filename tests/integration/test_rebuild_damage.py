@@ -126,8 +126,7 @@ def test_damaged_table_is_restored(
     damage(path, other)
     named = []
     for read in (run_status, audit_run, lambda lakehouse, _: run_upkeep(lakehouse)):
-        own_rows._FILES.clear()
-        own_rows._ROWS._rows.clear()
+        own_rows.forget_files()
         try:
             read(connect(trained.config.at_home(trained.home)), "r")
         except DlacError as err:
@@ -229,7 +228,7 @@ def test_copy_is_rebuilt_alone(trained: Arena, tmp_path: Path, lost: str) -> Non
         connect(LakehouseConfig().at_home(home)).catalog.drop_table("dlac.consumption")
     before = {path: path.read_bytes() for path in trained.home.rglob("*") if path.is_file()}
     trained.home.rename(trained.home.with_name("away"))
-    own_rows._FILES.clear()
+    own_rows.forget_files()
     done: Rebuilt = rebuild_ledger(connect(LakehouseConfig().at_home(home), damaged=True))
     trained.home.with_name("away").rename(trained.home)
     assert done.complete

@@ -35,6 +35,7 @@ from dlac_pipeline.supervise.liveness.heartbeat import Phase, RankHeartbeat
 from dlac_pipeline.supervise.recovery_recorder import RecoveryRecorder
 from dlac_pipeline.supervise.start.resume_point import FreshStart
 from tests.integration.test_cli import dlac
+from tests.small_records import small_recovery
 
 if TYPE_CHECKING:
     from tests.conftest import Arena
@@ -45,21 +46,8 @@ NEW = ("schedule_s", "convert_s", "work_lost_s")
 def recovery(run: str, *, seq: int) -> Recovery:
     """One by a sensor onto another number of ranks: each phase took some time."""
     numbers: dict[str, Any] = {f"{phase}_s": 0.5 for phase in PHASES}
-    return Recovery(
-        run=run,
-        seq=seq,
-        attempt=3,
-        replaced_attempt=2,
-        cause="SIGKILL",
-        noticed_by="recovery_sensor",
-        failed_at=datetime(2026, 1, 2, tzinfo=UTC),
-        resumed_from=None,
-        resumed_step=0,
-        rows_replayed=44,
-        outcome="failed again",
-        work_lost_s=7.5,
-        **numbers,
-    )
+    facts = {"attempt": 3, "replaced_attempt": 2, "noticed_by": "recovery_sensor", "outcome": "failed again"}
+    return small_recovery(run=run, seq=seq, rows_replayed=44, work_lost_s=7.5, **facts, **numbers)
 
 
 def test_older_table_gets_new_columns(arena: Arena) -> None:
@@ -107,13 +95,13 @@ def test_phases_are_recorded_in_order(arena: Arena) -> None:
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The data files of own tables that were opened since the list was cleared."""
-    made, opened = own_rows._FORMAT.make_fragment, list[str]()
+    made, opened = own_rows.PARQUET.make_fragment, list[str]()
 
     def make_fragment(stream: Any) -> Any:
         opened.append(str(stream))
         return made(stream)
 
-    monkeypatch.setattr(own_rows, "_FORMAT", SimpleNamespace(make_fragment=make_fragment))
+    monkeypatch.setattr(own_rows, "PARQUET", SimpleNamespace(make_fragment=make_fragment))
     return opened
 
 
@@ -131,8 +119,8 @@ def test_small_files_are_opened_once(arena: Arena, opened: list[str]) -> None:
 def test_least_recent_rows_are_dropped(arena: Arena, opened: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """There is room for the rows of two filters. The rows of the third replace the least recently read ones."""
     write_recovery(arena.lakehouse, recovery("r", seq=1))
-    size = own_rows._bytes_of(arena.lakehouse.read_own("recoveries", equals("outcome", "")))
-    monkeypatch.setattr(own_rows, "_ROWS", own_rows._KeptRows(2 * size))
+    size = own_rows.bytes_of_rows(arena.lakehouse.read_own("recoveries", equals("outcome", "")))
+    monkeypatch.setattr(own_rows, "KEPT_ROWS", own_rows.KeptRows(2 * size))
     opened.clear()
     counts = []
     for name in "abacab":

@@ -288,16 +288,16 @@ def test_rehearsal_chooses_again_after_retention(arena: Arena, tmp_path: Path, m
         return restore(row, tiers)
 
     def choose() -> step_replay.ReplayStart:
-        return rehearse._newest_with_successor(Ledger(arena.lakehouse), "r", 1)
+        return rehearse.newest_with_successor(Ledger(arena.lakehouse), "r", 1)
 
     monkeypatch.setattr(step_replay, "restore", meanwhile)
-    _, chosen, restored = step_replay._restored(arena.lakehouse, "r", choose, spec, tmp_path / "sandbox")
+    _, chosen, restored = step_replay.restore_start(arena.lakehouse, "r", choose, spec, tmp_path / "sandbox")
     assert restored is not None
     assert tried == [10, 60]
     assert (chosen.successor.step, restored.manifest.step) == (63, 60)
     Path(spec.checkpoint.store).rename(arena.home / "away")
     with pytest.raises(StoreUnavailable, match="mount the store"):
-        step_replay._restored(arena.lakehouse, "r", choose, spec, tmp_path / "another")
+        step_replay.restore_start(arena.lakehouse, "r", choose, spec, tmp_path / "another")
 
 
 def test_named_checkpoint_is_kept(arena: Arena) -> None:

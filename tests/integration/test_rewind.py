@@ -9,7 +9,6 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import torch
-import yaml
 
 import dlac_pipeline
 from dlac_pipeline.audit.audit import audit_run
@@ -35,7 +34,7 @@ from dlac_pipeline.lakehouse.ledger.commits import Attempt, commit_checkpoint
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
 from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, CheckpointRow, ClaimRow, LegRow, RewindRow
-from dlac_pipeline.operations.branch_checks import _newest_before
+from dlac_pipeline.operations.branch_checks import newest_before
 from dlac_pipeline.operations.rewind import rewind_run
 from dlac_pipeline.operations.status import run_status
 from dlac_pipeline.spec.job_spec import JobSpec
@@ -309,11 +308,8 @@ def test_rows_seen_in_part_are_counted(arena: Arena, tmp_path: Path, kind: str) 
     spec = arena.spec("r", world_size=1, passes=1, every_steps=3, batch_size=8, steps=9, **more)
     if kind == "packed":
         spec = JobSpec.model_validate({**spec.model_dump(), "sequences": {"length": 5}})
-    path = arena.home / "r.yaml"
-    path.write_text(yaml.safe_dump(spec.model_dump()))
-    arena.monkeypatch.setenv("DLAC_HOME", str(arena.home))
     seen: set[int] = set()
-    with dlac_pipeline.training_run(path) as run:
+    with arena.training_run(spec) as run:
         run.restore(dlac_pipeline.TorchState(model=torch.nn.Linear(1, 1)))
         for batch in run.batches():
             if batch.step <= 6:
@@ -524,6 +520,6 @@ def test_long_lineage_is_searched_once() -> None:
         for step, name in enumerate(names)
     ]
     seen_by = [Name(name) for name in names[100:]]
-    assert _newest_before(rows, names[-1], seen_by) == "c99"
+    assert newest_before(rows, names[-1], seen_by) == "c99"
     assert Name.compared < 10 * len(names)
-    assert _newest_before(rows, names[-1], [Name("of another run")]) is None
+    assert newest_before(rows, names[-1], [Name("of another run")]) is None

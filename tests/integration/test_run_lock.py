@@ -129,7 +129,7 @@ def test_stopped_claim_without_answer_ends(arena: Arena, monkeypatch: pytest.Mon
         recovery.stop()
         return longest_s
 
-    monkeypatch.setattr(retrying, "_pause_s", pausing)
+    monkeypatch.setattr(retrying, "pause_s", pausing)
     with closing(sqlite3.connect(database, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
         assert recovery.run() == Outcome(ending="stopped", attempts=1, step=0)

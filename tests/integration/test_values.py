@@ -335,7 +335,7 @@ def test_large_strings_of_a_block(lakehouse: Lakehouse, monkeypatch: pytest.Monk
     made(lakehouse, rows, **{"write.parquet.row-group-limit": "10"})
     wanted = dict(enumerate(text))
     for limit in (2**31, 16):
-        monkeypatch.setattr("dlac_pipeline.read.joining._LIMIT", limit)
+        monkeypatch.setattr("dlac_pipeline.read.joining.LARGEST_BYTES", limit)
         for batch in opened(lakehouse, "id", "s", "b", key_groups=4, shuffle=True, block_slices=3):
             for column in ("s", "b"):
                 starts = batch[f"{column}.offsets"].tolist()

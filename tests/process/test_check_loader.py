@@ -259,10 +259,10 @@ def die_in_turn(module: ModuleType, job: Job) -> dict[str, Any]:
 
 def test_planned_kill_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that has yet to reach its kill is waited for, although another one has died unasked."""
-    monkeypatch.setattr(host, "_GRACE_S", 0)
+    monkeypatch.setattr(host, "GRACE_S", 0)
     given: dict[str, Any] = {"die_at": 1, "save": str(tmp_path / "pid"), "world_size": 2}
     jobs = [job_with(**given, rank=rank, log=str(tmp_path / f"{rank}")) for rank in range(2)]
-    assert [each["exit"] for each in host._launch(host, die_in_turn, jobs, 30)] == [-signal.SIGKILL] * 2
+    assert [each["exit"] for each in host.launch_ranks(host, die_in_turn, jobs, 30)] == [-signal.SIGKILL] * 2
 
 
 class EmptyFirstPass:

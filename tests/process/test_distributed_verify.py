@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dlac_pipeline.checkpoint.manifest import FileEntry, Manifest, content_digest
+from dlac_pipeline.checkpoint.manifest import FileEntry, content_digest
 from dlac_pipeline.elastic.round import Round
 from dlac_pipeline.lakehouse.errors import CheckpointDamaged, StoreUnavailable
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
@@ -17,6 +17,7 @@ from dlac_pipeline.lakehouse.store_files import StoreFiles, file_digest
 from dlac_pipeline.supervise import distributed_verify
 from dlac_pipeline.supervise.distributed_verify import NodeVerifier, NodeVerifiers, parts_of
 from tests.launched_nodes import rounds, silence
+from tests.small_records import small_manifest
 
 NODES = 3
 
@@ -48,21 +49,8 @@ class Checkpoint:
             (self.folder / name).write_bytes(bytes([number]) * 1000)
         paths = [self.folder / name for name in self.names]
         self.bytes = 1000 * len(paths)
-        self.manifest = Manifest(
-            ledger_uuid="u",
-            run="r",
-            attempt=1,
-            checkpoint_id="c",
-            parent=None,
-            step=1,
-            world_size=NODES,
-            engine="torch",
-            leg=0,
-            reader_state=[],
-            files=[FileEntry(path=path.name, bytes=1000, digest=file_digest(path)) for path in paths],
-            libraries={},
-            ledger_rows=[],
-        )
+        files = [FileEntry(path=path.name, bytes=1000, digest=file_digest(path)) for path in paths]
+        self.manifest = small_manifest(*files, world_size=NODES)
         content = self.manifest.to_bytes()
         (self.folder / "manifest.json").write_bytes(content)
         uri = (self.folder / "manifest.json").as_uri()
@@ -72,7 +60,7 @@ class Checkpoint:
 @pytest.fixture
 def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Checkpoint:
     """An undamaged checkpoint. Its leader waits for following nodes while they are members."""
-    monkeypatch.setattr(distributed_verify, "_ANSWER_S", 600.0)
+    monkeypatch.setattr(distributed_verify, "ANSWER_S", 600.0)
     return Checkpoint(tmp_path)
 
 

@@ -29,12 +29,13 @@ from dlac_pipeline.elastic.ranks.addresses import free_port
 from dlac_pipeline.elastic.ranks.launch_folder import log_file, pid_file
 from dlac_pipeline.elastic.ranks.processes import HANG
 from dlac_pipeline.lakehouse.errors import TrainingFailed
-from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
+from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.ranks import local_ranks
 from dlac_pipeline.supervise.ranks.local_ranks import Exit, RankGroup
 from dlac_pipeline.supervise.ranks.rank_starter import RankStarter
 from tests.conftest import wait_until
 from tests.forked import NEW_FORK_SERVER
+from tests.small_records import small_spec
 
 STARTS = ["fork", pytest.param("spawn", marks=pytest.mark.soak)]
 SLEEPS = "import time\ntime.sleep(60)\n"
@@ -51,16 +52,11 @@ time.sleep(60)
 def spec_of(folder: Path, script: str, **launch: Any) -> JobSpec:
     """Return a job with one script."""
     (folder / "script.py").write_text(script)
-    return parse_spec(
-        {
-            "run": "r",
-            "lakehouse": {"uri": "sqlite:///none.db", "warehouse": "file:///none"},
-            "source": {"table": "src.t", "columns": ["x"]},
-            "order": {"batch_size": 4, "key_groups": 4, "block_slices": 1, "seed": 1, "steps": 1},
-            "checkpoint": {"store": str(folder), "local": str(folder)},
-            "launch": {"script": str(folder / "script.py"), **launch},
-        },
-        origin="the test",
+    return small_spec(
+        lakehouse={"uri": "sqlite:///none.db", "warehouse": "file:///none"},
+        order={"batch_size": 4, "key_groups": 4, "block_slices": 1, "seed": 1, "steps": 1},
+        checkpoint={"store": str(folder), "local": str(folder)},
+        launch={"script": str(folder / "script.py"), **launch},
     )
 
 
@@ -352,7 +348,7 @@ def test_unkillable_rank_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with run_ranks(spec_of(tmp_path, SLEEPS), tmp_path) as ranks:
         (pid,) = ranks.processes.pids
         with monkeypatch.context() as patched:
-            patched.setattr(local_ranks, "_KILLED_WITHIN_S", 0.1)
+            patched.setattr(local_ranks, "KILLED_WITHIN_S", 0.1)
             patched.setattr(processes, "is_running", lambda pid: True)
             with pytest.raises(TrainingFailed, match=str(pid)):
                 ranks.end()

@@ -17,8 +17,8 @@ from dlac_pipeline.extensions.replicas import lighthouse
 from dlac_pipeline.extensions.replicas.lighthouse import Lighthouse
 from dlac_pipeline.extensions.replicas.rank import read_lighthouse
 from tests.conftest import wait_until
+from tests.failing_servers import serve_status
 from tests.process.test_launch import spec_of
-from tests.unit.test_connect import serve_status
 
 
 def test_hung_lighthouse_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

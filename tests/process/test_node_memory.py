@@ -14,56 +14,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dlac_pipeline.supervise.claim import ResumePoint
 
 from dlac_pipeline.checkpoint.memory import states, transfer
-from dlac_pipeline.checkpoint.memory.states import Part, RankState
+from dlac_pipeline.checkpoint.memory.states import Part
 from dlac_pipeline.checkpoint.memory.transfer import Address, Connection, TransferRefused, key_of
 from dlac_pipeline.elastic.rank_assignment import Member, Offer, RoundPlan
 from dlac_pipeline.elastic.round import Round
-from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
 from dlac_pipeline.supervise.memory import buddy, node_memory, server
 from dlac_pipeline.supervise.memory.buddy import BuddyCopies
 from dlac_pipeline.supervise.memory.node_memory import NodeMemory
 from dlac_pipeline.supervise.memory.server import MemoryServer, WriteTurn
-from dlac_pipeline.supervise.start.resume_point import FreshStart, FromMemory, ResumePoint, resume_point_of
+from dlac_pipeline.supervise.start.resume_point import ResumePoint, resume_point_of
 from tests.conftest import wait_until
-from tests.resume_points import memory_point
-from tests.unit.test_memory_choice import STATE
+from tests.memory_states import HERE, OWN, keep, part_of, point_of, spec_of
 
 KEY = key_of("a secret of two nodes", "r@ledger")
-HERE = "127.0.0.1"
-OWN = f"dlac-{os.getuid()}"
-"""Folder of this user's memory states."""
-
-
-def spec_of(folder: Path) -> JobSpec:
-    """Return the job of a node whose memory is a folder."""
-    folder.mkdir(exist_ok=True)
-    raw = {
-        "run": "r",
-        "source": {"table": "src.t", "columns": ["x"]},
-        "order": {"batch_size": 4, "key_groups": 4, "steps": 1},
-        "checkpoint": {"memory": str(folder)},
-        "launch": {"script": "x.py", "nodes": "1:9", "rendezvous": f"{HERE}:1", "node_timeout_s": 3},
-    }
-    return parse_spec(raw, origin="the test").resolved(folder)
-
-
-def part_of(rank: int, *, world_size: int = 3, step: int = 13, **changes: Any) -> RankState:
-    """Return a rank's part of a state with one file."""
-    files = [(f"part/{rank}.pt", 1000 + step)]
-    return replace(STATE, rank=rank, world_size=world_size, step=step, files=files, **changes)
-
-
-def keep(folder: Path, part: RankState, *, slot: int = 0) -> None:
-    """Write a part into the memory of a node, as a rank does."""
-    attempt = states.attempt_folder(folder, part.attempt, part.nonce)
-    place = states.slot_of(attempt, slot)
-    states.make_folder(place)
-    for name, size in part.files:
-        (place / name).parent.mkdir(parents=True, exist_ok=True)
-        (place / name).write_bytes(bytes([part.rank, part.step]) * (size // 2) + bytes(size % 2))
-    states.write_seal(place, part.rank, states.pack_seal(part))
 
 
 @dataclass
@@ -97,23 +63,6 @@ def nodes(home: Path, count: int) -> Iterator[Nodes]:
         for memory in memories:
             stack.callback(memory.end)
         yield Nodes(memories, folders, rounds)
-
-
-def fresh_start() -> FreshStart:
-    """Return the resume point of attempt 3 at no state."""
-    return FreshStart(attempt=3, nonce="c", leg="{}", leg_is_new=False)
-
-
-def point_of(state: states.MemoryState) -> FromMemory:
-    """Return the resume point of attempt 3 at a state in memory."""
-    first = state.first
-    return memory_point(step=first.step, folder=str(state.folder), world_size=first.world_size)
-
-
-def folder_in(point: ResumePoint | None) -> Path:
-    """Return the folder of a resume point at a state in memory."""
-    assert isinstance(point, FromMemory)
-    return Path(point.folder)
 
 
 def wait_for_points(found: Nodes) -> list[ResumePoint]:
@@ -367,14 +316,14 @@ def test_name_of_slot_is_checked(tmp_path: Path, name: str) -> None:
 
 def test_node_without_buddy_keeps_own_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The buddy does not answer: after a while the ranks are free to keep states on their own node, until it answers."""
-    monkeypatch.setattr(buddy, "_RETRY_S", 0.01)
+    monkeypatch.setattr(buddy, "RETRY_S", 0.01)
     folder = tmp_path / OWN / "mine"
     keep(folder, part_of(0))
     attempt = states.attempt_folder(folder, 2, "b")
     warnings: list[str] = []
     with socket.create_server((HERE, 0)) as unused:
         nowhere = unused.getsockname()
-    monkeypatch.setattr(buddy, "_LATER_S", 0.01)
+    monkeypatch.setattr(buddy, "LATER_S", 0.01)
     ended, copies = threading.Event(), BuddyCopies(attempt, [0], nowhere, KEY)
     thread = threading.Thread(target=copies.run, args=(ended,), kwargs={"patience_s": 0.1, "warn": warnings.append})
     thread.start()
@@ -407,7 +356,7 @@ def test_older_slot_lowers_no_mark(tmp_path: Path, slot: int) -> None:
 
 def test_ranks_wait_for_late_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The buddy answers again: the ranks overwrite no slot during the copy, and are free again if it fails."""
-    monkeypatch.setattr(buddy, "_LATER_S", 0.01)
+    monkeypatch.setattr(buddy, "LATER_S", 0.01)
     mine, theirs = tmp_path / OWN / "mine", tmp_path / OWN / "theirs"
     keep(mine, part_of(0))
     attempt = states.attempt_folder(mine, 2, "b")
@@ -532,7 +481,7 @@ def test_node_without_memory_takes_no_state(tmp_path: Path, lacks: str, monkeypa
 
 def test_slow_fetch_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks have less time than to start, and read a checkpoint then."""
-    monkeypatch.setattr(node_memory, "_FETCH_SHARE", 0.0)
+    monkeypatch.setattr(node_memory, "FETCH_SHARE", 0.0)
     with nodes(tmp_path, 2) as found:
         for rank, folder in enumerate(found.folders):
             keep(folder, part_of(rank, world_size=2))
@@ -573,7 +522,7 @@ def test_relayed_proof_is_refused(changed: str) -> None:
     with ours, theirs:
         thread.start()
         agreed = ours.recv(32) + bytes(32) + b"list    "
-        proof = transfer._proof(KEY, b"client", (HERE, 1 if changed == "address" else 2), agreed)
+        proof = transfer.proof_of(KEY, b"client", (HERE, 1 if changed == "address" else 2), agreed)
         ours.sendall(bytes(32) + (b"store   " if changed == "operation" else b"list    ") + proof)
         thread.join()
     assert "another key" in str(problem[0])
@@ -582,7 +531,7 @@ def test_relayed_proof_is_refused(changed: str) -> None:
 def test_slow_handshake_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stranger sends a byte now and then: the whole handshake has one deadline. More connections than the limit are closed."""
     monkeypatch.setattr(server, "TIMEOUT_S", 0.3)
-    monkeypatch.setattr(server, "_MOST_CONNECTIONS", 1)
+    monkeypatch.setattr(server, "MOST_CONNECTIONS", 1)
     with turns(tmp_path) as serving, socket.create_connection(serving.address) as slow:
         slow.settimeout(10)
         assert len(slow.recv(32)) == 32
@@ -597,7 +546,7 @@ def test_slow_handshake_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_failed_mark_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory is full for a moment when a copy must be marked: the thread does not end."""
-    monkeypatch.setattr(buddy, "_RETRY_S", 0.01)
+    monkeypatch.setattr(buddy, "RETRY_S", 0.01)
     mark, failures = states.mark_copied, iter([OSError("no space"), RuntimeError("a defect")])
 
     def fail_first(folder: Path, first_rank: int, step: int) -> None:

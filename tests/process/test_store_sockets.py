@@ -86,7 +86,7 @@ def test_group_store_listens_at_master(monkeypatch: pytest.MonkeyPatch) -> None:
     variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(process_group, "_SERVED", [])
+    monkeypatch.setattr(process_group, "SERVED_STORES", [])
     process_group.serve_group_store()
     dist.init_process_group("gloo")
     try:
@@ -256,13 +256,13 @@ def test_hidden_name_stands_for_route(monkeypatch: pytest.MonkeyPatch) -> None:
     """If the node's hosts file maps its name to loopback, the route from another node has the address."""
     loopback = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: loopback)
-    monkeypatch.setattr(addresses, "_routed_address", lambda: "192.0.2.2")
+    monkeypatch.setattr(addresses, "routed_address", lambda: "192.0.2.2")
     assert (own_address("node1"), own_address("localhost"), own_address("127.0.0.1")) == (
         "192.0.2.2",
         "127.0.0.1",
         "127.0.0.1",
     )
-    monkeypatch.setattr(addresses, "_routed_address", lambda: "")
+    monkeypatch.setattr(addresses, "routed_address", lambda: "")
     assert own_address("node1") == "127.0.0.1"
 
 

@@ -15,10 +15,10 @@ import pytest
 from dagster import DagsterExecutionInterruptedError
 
 from dlac_pipeline.dagster.assets import supervised as module
-from dlac_pipeline.dagster.assets.supervised import _Voice, supervise_launch
+from dlac_pipeline.dagster.assets.supervised import Voice, supervise_launch
 from dlac_pipeline.lakehouse.config import LakehouseConfig
-from dlac_pipeline.spec.job_spec import parse_spec
 from dlac_pipeline.spec.launch_request import Request
+from tests.small_records import small_spec
 
 TALKS = """
 import json, sys
@@ -57,7 +57,7 @@ def test_slow_receiver_loses_no_event(bound: str) -> None:
     """Time without a reader is no silence, and events of a supervisor before its deadline are not lost."""
     with talking_process(TALKS) as process:
         events = []
-        for event in _Voice(process).events(**{bound: BOUND_S}):
+        for event in Voice(process).events(**{bound: BOUND_S}):
             events.append(event)
             if len(events) == 1:
                 assert process.stdin is not None
@@ -71,7 +71,7 @@ def test_slow_receiver_loses_no_event(bound: str) -> None:
 def test_silent_supervisor_is_given_up(bound: str) -> None:
     """The process still runs, but the reader stops waiting."""
     with talking_process(STAYS) as process:
-        voice = _Voice(process)
+        voice = Voice(process)
         events = list(voice.events(**{bound: BOUND_S}))
         assert voice.open
         process.kill()
@@ -82,7 +82,7 @@ def test_printed_text_does_not_end_training(caplog: pytest.LogCaptureFixture) ->
     """A library or a user's transform prints to the stream of events. The events are read, and the rest is logged."""
     talks = "print('loading', flush=True)\n" + TALKS + "print('[]')\nprint('7')\nprint(b'\\xff')\n"
     with subprocess.Popen([sys.executable, "-c", talks], stdout=subprocess.PIPE) as process:
-        events = list(_Voice(process).events())
+        events = list(Voice(process).events())
     assert (len(events), events[-1]) == (21, {"event": "ended"})
     assert [record.args for record in caplog.records] == [("loading",), ("[]",), ("7",), ("b'\\xff'",)]
 
@@ -115,7 +115,7 @@ def test_last_events_of_nodes_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyP
     program = tmp_path / "supervisor"
     program.write_text(f"#!{sys.executable}\n{LINGERS}")
     program.chmod(0o755)
-    monkeypatch.setattr(module, "_MARGIN_S", 0.0)
+    monkeypatch.setattr(module, "MARGIN_S", 0.0)
     request = failing_request(tmp_path)
     launch = request.spec.launch.model_copy(update={"on": "slurm", "grace_s": 0.1})
     request = request.model_copy(update={"spec": request.spec.model_copy(update={"launch": launch})})
@@ -137,11 +137,5 @@ def failing_request(folder: Path) -> Request:
     (folder / "file").touch()
     (folder / "train.py").touch()
     away = LakehouseConfig(uri=f"sqlite:///{folder}/file/catalog.db", warehouse=f"file://{folder}/warehouse")
-    raw = {
-        "run": "r",
-        "source": {"table": "src.t", "columns": ["x"]},
-        "order": {"batch_size": 32},
-        "launch": {"script": str(folder / "train.py")},
-        "lakehouse": away.model_dump(),
-    }
-    return Request(spec=parse_spec(raw, origin="the test").resolved(folder / "home"))
+    spec = small_spec(launch={"script": str(folder / "train.py")}, lakehouse=away.model_dump())
+    return Request(spec=spec.resolved(folder / "home"))

@@ -312,7 +312,7 @@ def answer_with(monkeypatch: pytest.MonkeyPatch, answers: dict[str, str]) -> lis
                 return text
         raise ConnectionError("slurm_load_jobs error: Invalid job id specified")
 
-    monkeypatch.setattr(slurm, "_answer", answer)
+    monkeypatch.setattr(slurm, "answer_of", answer)
     return calls
 
 

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import errno
-import socket
 import sqlite3
 import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from contextlib import closing
 from pathlib import Path
-from typing import Literal
 
 import pytest
 from sqlalchemy.exc import OperationalError
 
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import CatalogMisconfigured, CatalogUnreachable, DlacError, LakehouseError
-from dlac_pipeline.lakehouse.iceberg import safe_commit, sqlite_locks
+from dlac_pipeline.lakehouse.iceberg import sqlite_locks
 from dlac_pipeline.lakehouse.iceberg.connect import connect, reachable
 from dlac_pipeline.lakehouse.outages import is_misconfigured
-from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
-from dlac_pipeline.train import startup
-from tests.ports import own_port
 
 
 @pytest.mark.parametrize(
@@ -48,13 +42,6 @@ def test_unanswered_postgresql_connection_ends() -> None:
     assert int(settings["keepalives_idle"]) + 2 * int(settings["keepalives_interval"]) <= 30
 
 
-def test_silent_rest_catalog_is_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The catalog has accepted the connection and never answers."""
-    monkeypatch.setattr(safe_commit, "_REST_TIMEOUT_S", (1.0, 0.5))
-    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(CatalogUnreachable, match="timed out"):
-        connect(LakehouseConfig(type="rest", uri=f"http://127.0.0.1:{silent.getsockname()[1]}"))
-
-
 @pytest.mark.parametrize(
     ("uri", "shown"),
     [
@@ -71,36 +58,6 @@ def test_silent_rest_catalog_is_unreachable(monkeypatch: pytest.MonkeyPatch) -> 
 def test_shown_address_has_no_password(uri: str, shown: str) -> None:
     """The shown address differs from the real one in the password only."""
     assert LakehouseConfig(uri=uri).address == shown
-
-
-@pytest.mark.parametrize("kind", ["sql", "rest"])
-def test_catalog_errors_have_no_password(kind: Literal["sql", "rest"]) -> None:
-    """The messages of SQLAlchemy and HTTP about an unavailable catalog have no password."""
-    scheme = {"sql": "postgresql+psycopg2", "rest": "http"}[kind]
-    with pytest.raises(LakehouseError, match=r"me:\*\*\*@") as caught:
-        connect(LakehouseConfig(type=kind, uri=f"{scheme}://me:s3cr3t@127.0.0.1:{own_port()}/lake"))
-    assert "s3cr3t" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("status", "kind"),
-    [(401, CatalogMisconfigured), (403, CatalogMisconfigured), (404, CatalogMisconfigured), (503, CatalogUnreachable)],
-)
-def test_rest_refusal_differs_from_outage(status: int, kind: type[Exception]) -> None:
-    """Refused credentials do not recover, so nothing is retried."""
-    with serve_status(status) as uri, pytest.raises(DlacError) as caught:
-        connect(LakehouseConfig(type="rest", uri=uri))
-    assert type(caught.value) is kind
-
-
-@pytest.mark.parametrize("status", [404, 405])
-def test_failover_of_rest_is_outage(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The supervisor of a rank has opened this catalog before. A refused password is no outage."""
-    monkeypatch.setattr(startup, "RETRY_WITHIN_S", 0.0)
-    for code, kind in {status: CatalogUnreachable, 401: CatalogMisconfigured}.items():
-        with serve_status(code) as uri, pytest.raises(DlacError) as caught:
-            startup.open_plans(spec_with_catalog("rest", uri), supervised=True)
-        assert type(caught.value) is kind
 
 
 @pytest.mark.parametrize(("answered", "kind"), [(True, CatalogUnreachable), (False, CatalogMisconfigured)])
@@ -125,20 +82,6 @@ def test_refused_node_is_outage_later() -> None:
     assert is_misconfigured(wrong, answered=True)
 
 
-def spec_with_catalog(kind: str, uri: str) -> JobSpec:
-    """Return a job spec whose lakehouse has this catalog."""
-    return parse_spec(
-        {
-            "run": "r",
-            "source": {"table": "src.t", "columns": ["x"]},
-            "order": {"batch_size": 32},
-            "launch": {"script": "train.py"},
-            "lakehouse": {"type": kind, "uri": uri, "warehouse": "/tmp/none"},
-        },
-        origin="the test",
-    )
-
-
 @pytest.mark.parametrize(
     ("failure", "kind"),
     [
@@ -160,29 +103,6 @@ def test_passing_warehouse_failure_is_awaited(failure: OSError, kind: type[Excep
     assert type(caught.value) is kind
 
 
-@contextmanager
-def serve_status(status: int) -> Iterator[str]:
-    """Serve one status for every request, and yield the address."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(status)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-
-        def log_message(self, format: str, *args: object) -> None:
-            """Log nothing."""
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            thread.join()
-
-
 def hold_lock(file: Path, *statements: str, for_s: float) -> threading.Timer:
     """Lock an SQLite file in this process, as another process would, and release it after a while."""
     other = sqlite3.connect(file, isolation_level=None, check_same_thread=False)
@@ -196,7 +116,7 @@ def hold_lock(file: Path, *statements: str, for_s: float) -> threading.Timer:
 @pytest.fixture
 def reporting_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[sqlite_locks.ReportingConnection]:
     """Open a connection that reports a wait after 0.2 s."""
-    monkeypatch.setattr(sqlite_locks, "_REPORT_AFTER_S", 0.2)
+    monkeypatch.setattr(sqlite_locks, "REPORT_AFTER_S", 0.2)
     file = tmp_path / "catalog.db"
     with closing(sqlite_locks.ReportingConnection(str(file), file=file, timeout=5.0)) as connection:
         connection.execute("CREATE TABLE t (a)")

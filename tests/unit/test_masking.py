@@ -24,6 +24,7 @@ from dlac_pipeline.launchers.protocol import render_job
 from dlac_pipeline.spec.job_spec import parse_spec, read_spec
 from dlac_pipeline.spec.launch_request import REQUEST_VARIABLE, Request, unpack
 from dlac_pipeline.supervise.ranks.rank_events import EventReader, EventWriter
+from tests.small_records import raw_spec, small_spec
 
 SECRET = "Hunter2Hunter2"
 NAMES = [
@@ -234,51 +235,38 @@ def test_settings_are_masked_by_name() -> None:
     }
 
 
-GOOD: dict[str, Any] = {
-    "run": "r",
-    "source": {"table": "src.t", "columns": ["x"]},
-    "order": {"batch_size": 32},
-    "launch": {"script": "train.py"},
-}
-
-
-def spec_with(section: str, **values: Any) -> dict[Any, Any]:
-    """Return a spec with further fields in a section."""
-    return {**GOOD, section: {**GOOD.get(section, {}), **values}}
-
-
 NUMBER = 8675309
 BAD_SPECS: list[dict[Any, Any]] = [
-    spec_with("lakehouse", password=SECRET),
-    spec_with("lakehouse", password=NUMBER),
-    spec_with("lakehouse", pasword=SECRET),
-    spec_with("lakehouse", xyz=SECRET),
-    spec_with("lakehouse", nam=SECRET),
-    spec_with("lakehouse", token={"a": SECRET}),
-    spec_with("lakehouse", properties={"s3.secret-access-key": NUMBER}),
-    spec_with("lakehouse", properties={"s3.region": NUMBER}),
-    spec_with("lakehouse", properties={NUMBER: SECRET}),
-    spec_with("lakehouse", properties={NUMBER: NUMBER}),
-    spec_with("lakehouse", properties=SECRET),
-    spec_with("lakehouse", properties=[SECRET]),
-    spec_with("lakehouse", type=f"https://me:{SECRET}@h"),
-    spec_with("launch", env={"A": NUMBER}),
-    spec_with("launch", env={NUMBER: SECRET}),
-    spec_with("launch", termination_headers={"Authorization": NUMBER}),
-    spec_with("launch", termination_headers={"X": [SECRET]}),
-    spec_with("launch", termination_url=f"ftp://me:{SECRET}@h"),
-    spec_with("launch", termination_url=f"me:{SECRET}@h"),
-    spec_with("launch", rendezvous=f"http://me:{SECRET}@h"),
-    spec_with("launch", args=[NUMBER]),
-    spec_with("checkpoint", store_properties={"a": NUMBER}),
-    spec_with("checkpoint", store_properties={"a": {"b": SECRET}}),
-    spec_with("params", token=NUMBER),
-    spec_with("cluster", env={"A": NUMBER}),
-    spec_with("cluster", options={"A": NUMBER}),
-    {**GOOD, "password": SECRET},
-    GOOD | cast(Any, {NUMBER: SECRET}),
-    {**GOOD, "lakehouse": SECRET},
-    {**GOOD, "params": SECRET},
+    raw_spec(lakehouse={"password": SECRET}),
+    raw_spec(lakehouse={"password": NUMBER}),
+    raw_spec(lakehouse={"pasword": SECRET}),
+    raw_spec(lakehouse={"xyz": SECRET}),
+    raw_spec(lakehouse={"nam": SECRET}),
+    raw_spec(lakehouse={"token": {"a": SECRET}}),
+    raw_spec(lakehouse={"properties": {"s3.secret-access-key": NUMBER}}),
+    raw_spec(lakehouse={"properties": {"s3.region": NUMBER}}),
+    raw_spec(lakehouse={"properties": {NUMBER: SECRET}}),
+    raw_spec(lakehouse={"properties": {NUMBER: NUMBER}}),
+    raw_spec(lakehouse={"properties": SECRET}),
+    raw_spec(lakehouse={"properties": [SECRET]}),
+    raw_spec(lakehouse={"type": f"https://me:{SECRET}@h"}),
+    raw_spec(launch={"env": {"A": NUMBER}}),
+    raw_spec(launch={"env": {NUMBER: SECRET}}),
+    raw_spec(launch={"termination_headers": {"Authorization": NUMBER}}),
+    raw_spec(launch={"termination_headers": {"X": [SECRET]}}),
+    raw_spec(launch={"termination_url": f"ftp://me:{SECRET}@h"}),
+    raw_spec(launch={"termination_url": f"me:{SECRET}@h"}),
+    raw_spec(launch={"rendezvous": f"http://me:{SECRET}@h"}),
+    raw_spec(launch={"args": [NUMBER]}),
+    raw_spec(checkpoint={"store_properties": {"a": NUMBER}}),
+    raw_spec(checkpoint={"store_properties": {"a": {"b": SECRET}}}),
+    raw_spec(params={"token": NUMBER}),
+    raw_spec(cluster={"env": {"A": NUMBER}}),
+    raw_spec(cluster={"options": {"A": NUMBER}}),
+    {**raw_spec(), "password": SECRET},
+    raw_spec() | cast(Any, {NUMBER: SECRET}),
+    {**raw_spec(), "lakehouse": SECRET},
+    {**raw_spec(), "params": SECRET},
 ]
 
 
@@ -323,7 +311,7 @@ def test_store_warning_is_masked(caplog: pytest.LogCaptureFixture) -> None:
         raise OSError(errno.EIO, f"no answer from https://h?sig={SECRET}")
 
     with caplog.at_level(logging.WARNING), pytest.raises(StoreUnavailable) as refused:
-        StoreFiles(deadline_s=0.01)._tried(fail, f"/b?token={SECRET}", "read")
+        StoreFiles(deadline_s=0.3)._tried(fail, f"/b?token={SECRET}", "read")
     assert "***" in caplog.text
     assert SECRET not in f"{caplog.text} {refused.value}"
 
@@ -331,7 +319,7 @@ def test_store_warning_is_masked(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize("on", ["slurm", "kubernetes"])
 def test_rendered_job_is_masked(on: str) -> None:
     """Neither the environment of the job nor its request has the secret."""
-    raw = spec_with("launch", on=on, nodes="2", env={"HF_TOKEN": SECRET})
+    raw = raw_spec(launch={"on": on, "nodes": "2", "env": {"HF_TOKEN": SECRET}})
     raw["lakehouse"] = {
         "warehouse": "s3://b/w",
         "uri": f"postgresql://me:{SECRET}@db/lake",
@@ -349,12 +337,12 @@ def test_rendered_job_is_masked(on: str) -> None:
 
 def test_known_values_are_masked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Values of settings and variables that hold secrets are masked wherever they are, and in any spelling."""
-    monkeypatch.setattr(masking, "_values", set())
+    monkeypatch.setattr(masking, "KNOWN_VALUES", set())
     monkeypatch.setenv("REGISTRY_TOKEN", "from the environment")
     odd = 'p"\\s/9\nxyz'
     env = {"HF_TOKEN": "short7", "LICENCE": "k3y-without-a-name", "STAGE": "production-of-spring", "DB_PASSWORD": odd}
     properties = {"s3.secret-access-key": "0123456789abcdef"}
-    parse_spec({**spec_with("launch", env=env), "lakehouse": {"properties": properties}}, origin="the test")
+    small_spec(launch={"env": env}, lakehouse={"properties": properties})
     LakehouseConfig(uri="postgresql://me:pass%40word@db/lake")
     secrets = [*(value for name, value in env.items() if name != "STAGE"), *properties.values(), "pass@word"]
     for secret in [*secrets, "from the environment"]:
@@ -367,7 +355,7 @@ def test_known_values_are_masked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_word_as_password_spoils_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """A password such as "secret" is masked beside its name only: settings and messages have the word for other reasons."""
-    monkeypatch.setattr(masking, "_values", set())
+    monkeypatch.setattr(masking, "KNOWN_VALUES", set())
     LakehouseConfig(uri="postgresql://me:secret@db/lake")
     assert mask_secrets("kind: claim, host or secret") == "kind: claim, host or secret"
     assert mask_secrets("postgresql://me:secret@db/lake") == "postgresql://me:***@db/lake"

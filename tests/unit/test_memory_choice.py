@@ -19,39 +19,17 @@ from dlac_pipeline.checkpoint.memory.states import MemoryState, Part, RankState,
 from dlac_pipeline.extensions.replay import rehearse
 from dlac_pipeline.lakehouse.ledger.run_rows import Fence, trained_by
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow, LedgerRow
-from dlac_pipeline.spec.job_spec import parse_spec
 from dlac_pipeline.supervise.claims import attempts_without_progress
 from dlac_pipeline.supervise.liveness.heartbeat import HeartbeatFile, Phase, Spent
 from dlac_pipeline.supervise.memory.memory_choice import MemoryChoice, may_resume
 from dlac_pipeline.supervise.ranks.rank_events import EventWriter
 from dlac_pipeline.train.checkpoint_policy import CheckpointPolicy
+from tests.memory_states import STATE, trained
 from tests.resume_points import memory_point
+from tests.small_records import small_spec
 
 _HEAD = CheckpointRow(seq=2, attempt=1, nonce="a", checkpoint_id="c10", step=10)
 _ROWS: list[LedgerRow] = [ClaimRow(seq=1, attempt=1, nonce="a"), _HEAD, ClaimRow(seq=3, attempt=2, nonce="b")]
-
-
-def trained(since: int) -> Trained:
-    """Return three steps after `since`."""
-    return Trained(since=since, losses=[0.5] * 3, skipped=[], advances=[])
-
-
-STATE = RankState(
-    attempt=2,
-    nonce="b",
-    head="c10",
-    step=13,
-    rank=0,
-    world_size=1,
-    engine="torch",
-    leg="{}",
-    groups=[0],
-    cursors=[],
-    trained=[trained(10)],
-    rows=96,
-    saved_at=5.0,
-    files=[("a.pt", 3)],
-)
 
 
 def taken(state: RankState, rows: list[LedgerRow], head: CheckpointRow, replaced: int = 2) -> bool:
@@ -98,8 +76,7 @@ def test_state_of_the_head_is_taken() -> None:
 def test_state_of_the_head_has_nothing_uncommitted(tmp_path: Path, step: int, due: bool, ranks: set[int]) -> None:
     """The interval begins again at such a state, and the ranks that kept it have trained none of the later steps."""
     order = {"batch_size": 4, "key_groups": 4, "steps": 20}
-    settings = {"order": order, "launch": {"script": "x"}, "checkpoint": {"every_s": 600}}
-    spec = parse_spec({"run": "r", "source": {"table": "src.t", "columns": ["x"]}, **settings}, origin="the test")
+    spec = small_spec(order=order, checkpoint={"every_s": 600})
     policy = CheckpointPolicy(spec, 0, tmp_path, EventWriter(tmp_path, 0))
     policy.resumed(memory_point(step=step, head_step=10, head_at=time.time() - 3600), Mock())
     policy.training()
@@ -107,7 +84,7 @@ def test_state_of_the_head_has_nothing_uncommitted(tmp_path: Path, step: int, du
     policy.close()
     claim = ClaimRow(seq=3, attempt=3, nonce="c", memory_of=2, memory_step=step, memory_ranks=4)
     successor = CheckpointRow(seq=4, attempt=3, nonce="c", checkpoint_id="c20", parent="c10", step=20, world_size=2)
-    assert rehearse._ranks_between([_HEAD, claim, successor], _HEAD, successor) == ranks
+    assert rehearse.ranks_between([_HEAD, claim, successor], _HEAD, successor) == ranks
 
 
 def test_state_is_taken_twice() -> None:

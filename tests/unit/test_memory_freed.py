@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.unit.test_node_memory import OWN, keep, part_of, spec_of
 
 from dlac_pipeline.checkpoint.engines import TorchState
 from dlac_pipeline.checkpoint.memory import states
@@ -21,8 +22,8 @@ from dlac_pipeline.lakehouse.errors import MemoryStateLost
 from dlac_pipeline.supervise.start.resume_point import FreshStart
 from dlac_pipeline.train.memory_saves import MOST_OVERHEAD, MemorySaves, _bytes_of_state
 from dlac_pipeline.train.restored_state import _losing, read_memory
+from tests.memory_states import OWN, keep, part_of, spec_of
 from tests.resume_points import memory_point
-from tests.unit.test_node_memory import OWN, keep, part_of, spec_of
 
 
 class _Engine:

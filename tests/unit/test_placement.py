@@ -34,7 +34,7 @@ def idle(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         calls.append(" ".join(command) + (f"\n{script}" if script else ""))
         return {"sinfo": "n2 idle\nn1 down\nn3 idle\n", "sbatch": "7\n"}.get(command[0], "")
 
-    monkeypatch.setattr(slurm, "_answer", answer)
+    monkeypatch.setattr(slurm, "answer_of", answer)
     return calls
 
 
@@ -135,7 +135,7 @@ def test_refused_holders_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
             raise ConnectionError(refusal[0])
         return "7\n"
 
-    monkeypatch.setattr(slurm, "_answer", answer)
+    monkeypatch.setattr(slurm, "answer_of", answer)
     assert Slurm().submit(cluster_request("slurm", {}), near=["n2"]) == "7"
     assert [required(script) for script in scripts] == [["n2"], []]
     refusal.pop(0)
@@ -157,7 +157,7 @@ def test_pending_job_drops_holders(monkeypatch: pytest.MonkeyPatch, near: list[s
         answers = {"sinfo": "n2 idle\n", "sbatch": "7\n", "scontrol --oneliner": FACTS.format(state, "n2")}
         return next((text for start, text in answers.items() if calls[-1].startswith(start)), "n1\n")
 
-    monkeypatch.setattr(slurm, "_answer", answer)
+    monkeypatch.setattr(slurm, "answer_of", answer)
     client = Slurm(prefers_s=0.0)
     client.submit(cluster_request("slurm", {}), near=near)
     client.state("7")
@@ -192,6 +192,6 @@ def test_pods_without_copies_prefer_nothing(mounts: list[dict[str, Any]]) -> Non
 
 def test_rendering_reads_no_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rendered job names no nodes, and neither the ledger nor the cluster is read."""
-    monkeypatch.setattr(slurm, "_answer", lambda *command, **_: pytest.fail(f"asked {command}"))
+    monkeypatch.setattr(slurm, "answer_of", lambda *command, **_: pytest.fail(f"asked {command}"))
     assert GOOD["lakehouse"]["uri"].startswith("postgresql")
     assert required(ClusterJob(cluster_request("slurm", {}), Slurm()).render()) == []

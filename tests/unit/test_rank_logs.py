@@ -29,7 +29,7 @@ def is_exact(folder: Path) -> bool:
     file = folder / "scratch"
     file.write_bytes(b"a" * BOUND)
     with file.open("r+b") as stream:
-        return rank_logs._collapse(stream.fileno(), 4096, 4096)
+        return rank_logs.collapse(stream.fileno(), 4096, 4096)
 
 
 @pytest.mark.parametrize("collapses", [True, False])
@@ -39,7 +39,7 @@ def test_log_stays_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, coll
     Where the file is copied, lines that are written between the last look and the cut are lost, too.
     """
     if not collapses:
-        monkeypatch.setattr(rank_logs, "_collapse", lambda *_: False)
+        monkeypatch.setattr(rank_logs, "collapse", lambda *_: False)
     log = tmp_path / "rank-00000.log"
     write_beside_bound(log, 100_000)
     raw = log.read_bytes()

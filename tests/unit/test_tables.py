@@ -21,7 +21,7 @@ class Screen:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
         self._file = io.StringIO()
-        monkeypatch.setattr(shared, "OUT", shared._SafeConsole(file=self._file, width=width))
+        monkeypatch.setattr(shared, "OUT", shared.SafeConsole(file=self._file, width=width))
 
     def lines(self) -> list[str]:
         """Return the lines shown, without blanks at their ends."""
@@ -41,7 +41,7 @@ def test_tables_fit_every_width(width: int, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_wide_tables_have_row_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Output to a pipe is neither folded nor cut: a header, and a line for each row."""
-    screen = Screen(monkeypatch, shared._WIDE)
+    screen = Screen(monkeypatch, shared.WIDE)
     shared.show_table(NAMES, ROWS, right=("step",), empty="none")
     lines = screen.lines()
     assert len(lines) == 3

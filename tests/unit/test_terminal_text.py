@@ -58,7 +58,7 @@ def test_written_text_stays(text: str) -> None:
 def test_tables_obey_nothing(hostile: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Codes in names and values have no effect in narrow and wide tables and in plain lines."""
     out = io.StringIO()
-    console = shared._SafeConsole(file=out, width=60)
+    console = shared.SafeConsole(file=out, width=60)
     monkeypatch.setattr(shared, "OUT", console)
     show_rows([hostile, "b"], [[hostile, 1], [None, hostile * 30]])
     show_rows([hostile, "b"], [[hostile, "wide" * 30]])
@@ -75,7 +75,7 @@ def test_tables_obey_nothing(hostile: str, monkeypatch: pytest.MonkeyPatch) -> N
 def test_terminal_keeps_colours() -> None:
     """Codes of the console itself take effect."""
     out = io.StringIO()
-    console = shared._SafeConsole(file=out, force_terminal=True, color_system="standard")
+    console = shared.SafeConsole(file=out, force_terminal=True, color_system="standard")
     console.print(Text("error", "red"), Text("\x1b[2J"))
     assert "\x1b[31merror" in out.getvalue()
     assert "\x1b[2J" not in out.getvalue()
@@ -85,9 +85,9 @@ def test_terminal_keeps_colours() -> None:
 def test_errors_obey_nothing(hostile: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """An error quotes the value found, and its codes have no effect."""
     output: Any = io.StringIO()
-    monkeypatch.setattr(main, "ERR", shared._SafeConsole(file=output))
+    monkeypatch.setattr(main, "ERR", shared.SafeConsole(file=output))
     with pytest.raises(SystemExit):
-        main._end(f"SpecInvalid: found {hostile}", 64)
+        main.end_with_message(f"SpecInvalid: found {hostile}", 64)
     assert is_safe(output.getvalue())
     assert capsys.readouterr().out == ""
     assert sys.stdout is not None

@@ -50,7 +50,7 @@ def test_texts_are_encoded_one_by_one(path: Path, texts: list[str], skip: int, l
     tokenizer = load_tokenizer(path)
     array = pa.array([*["x"] * skip, *texts], pa.large_string() if large else pa.string()).slice(skip)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(tokenizing, "_TEXT_BYTES_AT_ONCE", 16)
+        patched.setattr(tokenizing, "TEXT_BYTES_AT_ONCE", 16)
         values, offsets = tokenizer.encode(array)
     assert values.dtype == np.int32
     assert offsets.dtype == np.int64

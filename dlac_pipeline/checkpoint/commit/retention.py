@@ -17,7 +17,7 @@ from dlac_pipeline.spec.job_spec import CheckpointSpec
 
 AGAIN_AT_ONCE = 16
 """Earlier failures that are tried again after one checkpoint."""
-_FAILING_S = 10.0
+FAILING_S = 10.0
 """Seconds that failures may take after one checkpoint, because the end of the process waits for them."""
 _OUT = (typed_rows.RetireRow, typed_rows.QuarantinedCheckpointRow)
 _KINDS = (typed_rows.CheckpointRow, typed_rows.NameRow, typed_rows.RewindRow, *_OUT)
@@ -60,7 +60,7 @@ class Removal:
         while True:
             with self._lock:
                 retries = not self._new
-                if failing_s >= _FAILING_S or (retries and not again):
+                if failing_s >= FAILING_S or (retries and not again):
                     self._under_way = False
                     return
                 folder = (self._failed if retries else self._new).popleft()

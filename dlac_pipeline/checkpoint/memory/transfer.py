@@ -62,9 +62,9 @@ class Connection:
         try:
             mine, named = secrets.token_bytes(_CHALLENGE_BYTES), operation.encode().ljust(_OPERATION_BYTES)
             agreed = _receive_exactly(connected, _CHALLENGE_BYTES, until=until) + mine + named
-            connected.sendall(mine + named + _proof(key, b"client", address, agreed))
+            connected.sendall(mine + named + proof_of(key, b"client", address, agreed))
             proof = _receive_exactly(connected, hashlib.sha256().digest_size, until=until)
-            if not hmac.compare_digest(proof, _proof(key, b"server", address, agreed)):
+            if not hmac.compare_digest(proof, proof_of(key, b"server", address, agreed)):
                 raise TransferRefused(f"expected a node of this run at {address!r}, found one with another key")
             connected.settimeout(timeout_s)
         except BaseException:
@@ -80,10 +80,10 @@ class Connection:
         connected.sendall(mine)
         answer = _receive_exactly(connected, _CHALLENGE_BYTES + _OPERATION_BYTES, until=until)
         proof = _receive_exactly(connected, hashlib.sha256().digest_size, until=until)
-        if not hmac.compare_digest(proof, _proof(key, b"client", address, mine + answer)):
+        if not hmac.compare_digest(proof, proof_of(key, b"client", address, mine + answer)):
             raise TransferRefused("another node has connected with another key")
         connected.settimeout(timeout_s)
-        connected.sendall(_proof(key, b"server", address, mine + answer))
+        connected.sendall(proof_of(key, b"server", address, mine + answer))
         return cls(connected, answer[_CHALLENGE_BYTES:].decode().strip())
 
     def __enter__(self) -> "Connection":
@@ -221,7 +221,8 @@ def _check_room(slot: Path, files: Sequence[tuple[Path, int]]) -> None:
         raise ValueError(f"expected {needed >> 20} MiB of free memory in {str(slot)!r}, found {room >> 20} MiB")
 
 
-def _proof(key: bytes, role: bytes, server: Address, agreed: bytes) -> bytes:
+def proof_of(key: bytes, role: bytes, server: Address, agreed: bytes) -> bytes:
+    """Return the proof that one side of a connection knows the key."""
     return hmac.digest(key, role + agreed + f"{server[0]}:{server[1]}".encode(), hashlib.sha256)
 
 

@@ -102,18 +102,19 @@ def _only_one(parent: Path, patience_s: float) -> Iterator[bool]:
 def _taken(lock: IO[str], parent: Path, patience_s: float) -> bool:
     """Return True if the lock is held, after a wait while its holder writes."""
     while True:
-        sizes = _sizes(parent)
+        sizes = file_sizes(parent)
         deadline = time.monotonic() + patience_s
         while time.monotonic() < deadline:
             with suppress(BlockingIOError):
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return True
             time.sleep(_POLL_S)
-        if _sizes(parent) == sizes:
+        if file_sizes(parent) == sizes:
             return False
 
 
-def _sizes(parent: Path) -> dict[str, int]:
+def file_sizes(parent: Path) -> dict[str, int]:
+    """Return the sizes of all files in a folder, by path."""
     found: dict[str, int] = {}
     for folder, _, names in os.walk(parent):
         for name in names:

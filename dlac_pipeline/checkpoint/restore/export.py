@@ -42,8 +42,8 @@ _DESCRIPTIONS = (
     *(f"{kind}_*.py" for kind in ("configuration", "modeling", "tokenization", "processing", "image_processing")),
 )
 """Names of further files that describe a model and its tokenizer."""
-_SHARD_BYTES = 5_000_000_000
-"""Most bytes of a file in a folder, as Hugging Face's libraries divide a model."""
+SHARD_BYTES = 5_000_000_000
+"""Of one file of a folder, as Hugging Face's libraries divide a model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,16 +84,16 @@ def export_weights(
     """
     if not part.strip():
         raise SpecInvalid(f"expected the name of a part, found {part!r}: name one, such as --part model")
-    path = _target(path, is_folder=config is not None)
+    path = target_of(path, is_folder=config is not None)
     write: _Write = write_file
     if config is not None:
         _check_config(config)
-        write = partial(write_folder, config=config, shard_bytes=_SHARD_BYTES)
+        write = partial(write_folder, config=config, shard_bytes=SHARD_BYTES)
 
     def read(found: Restored, scratch: Path) -> Weights:
         return weights_of(found.manifest.engine, found.folder, part=part)
 
-    return _export(lakehouse, tiers, path, step, part, read, write)
+    return export_part(lakehouse, tiers, path, step, part, read, write)
 
 
 def export_tensors(lakehouse: Lakehouse, tiers: Tiers, path: Path, *, step: int | None = None) -> Exported:
@@ -103,11 +103,11 @@ def export_tensors(lakehouse: Lakehouse, tiers: Tiers, path: Path, *, step: int 
         with storing(scratch, "the folder of the conversion"):
             return state_of(found.manifest.engine, found.folder, scratch=scratch)
 
-    path = _target(path, is_folder=True)
-    return _export(lakehouse, tiers, path, step, "state", read, write_state_folder)
+    path = target_of(path, is_folder=True)
+    return export_part(lakehouse, tiers, path, step, "state", read, write_state_folder)
 
 
-def _target(path: Path, *, is_folder: bool) -> Path:
+def target_of(path: Path, *, is_folder: bool) -> Path:
     """Return the place that a finished file or folder can be renamed to."""
     try:
         unusable = not path.name or path.name == ".." or "\0" in str(path)
@@ -139,7 +139,7 @@ def _check_config(config: Path) -> None:
         )
 
 
-def _export(
+def export_part(
     lakehouse: Lakehouse, tiers: Tiers, path: Path, step: int | None, part: str, read: _Read, write: _Write
 ) -> Exported:
     """Verify the checkpoint, make `path` of it, and record the written files as files of `part`."""

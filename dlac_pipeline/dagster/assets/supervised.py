@@ -21,7 +21,7 @@ from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.spec.launch_spec import LISTENS_S
 
 Event = dict[str, Any]
-_MARGIN_S = 10.0
+MARGIN_S = 10.0
 """Extra seconds for the supervisor, past the ranks' time to exit."""
 _ASKING_S = 30.0
 """And where it follows a cluster's job, on top of the time for which it listens to nodes: schedulers answer when they like."""
@@ -78,7 +78,7 @@ def supervise_launch(
         stdout=subprocess.PIPE,
         start_new_session=True,
     )
-    voice, launch = _Voice(process), request.spec.launch
+    voice, launch = Voice(process), request.spec.launch
     last: Event = {}
     try:
         assert process.stdin is not None
@@ -96,7 +96,7 @@ def supervise_launch(
             if voice.open:
                 on_asking()
                 process.send_signal(signal.SIGTERM)
-                extra_s = _MARGIN_S if launch.on == "here" else LISTENS_S + _ASKING_S
+                extra_s = MARGIN_S if launch.on == "here" else LISTENS_S + _ASKING_S
                 for event in voice.events(within_s=launch.leave_s + extra_s):
                     _pass_on(on_event, {**event, "asked": True})
         finally:
@@ -116,7 +116,7 @@ def _warn(message: str, *facts: object) -> None:
         _log.warning(message, *facts)
 
 
-class _Voice:
+class Voice:
     """Output of a supervisor. Its heartbeats are noted, and not passed on."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:

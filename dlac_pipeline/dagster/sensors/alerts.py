@@ -23,7 +23,7 @@ from dlac_pipeline.lakehouse.errors import RunBusy, TrainingFailed
 Kind = Literal["recovering", "gave_up", "failed", "recovered", "succeeded", "check_failed"]
 Severity = Literal["info", "warning", "error"]
 _BESIDE_TRAINING = (upkeep_job, verify_job, rehearse_job)
-_HELD_S = 3600.0
+HELD_S = 3600.0
 """Seconds after the end of its run during which a refused alert is tried in each tick. Later alerts wait."""
 
 
@@ -118,7 +118,7 @@ def _send_alert(
             return dg.SkipReason(f"there is no alert about run {run.run_id}")
         send(alert, context.log)
     except Exception as err:
-        if ended_s_ago(context.instance, run) < _HELD_S:
+        if ended_s_ago(context.instance, run) < HELD_S:
             text = f"run {run.run_id} is tried again at the next tick, and later runs wait for it: {err}"
             raise AlertUnsent(text) from err
         context.log.exception(f"no alert about run {run.run_id} could be sent")

@@ -27,7 +27,7 @@ DUE_TAG = "dlac/due"
 _GOES_ON = (
     "it continues when something is appended, its job spec or script changes, or it is rewound or launched by hand"
 )
-_PAGE = 100
+RUNS_PER_PAGE = 100
 """Dagster runs of one read."""
 _ENDED = (dg.DagsterRunStatus.SUCCESS, dg.DagsterRunStatus.FAILURE, dg.DagsterRunStatus.CANCELED)
 _UNDER_WAY = [status for status in dg.DagsterRunStatus if status not in _ENDED]
@@ -152,7 +152,7 @@ def _given_up(instance: dg.DagsterInstance, spec: JobSpec, found: "Due", log: lo
 
 def _newest_first(instance: dg.DagsterInstance, run: str) -> Iterator[dg.DagsterRun]:
     cursor, filters = None, dg.RunsFilter(tags={RUN_TAG: run})
-    while page := instance.get_runs(filters, cursor=cursor, limit=_PAGE):
+    while page := instance.get_runs(filters, cursor=cursor, limit=RUNS_PER_PAGE):
         yield from page
         cursor = page[-1].run_id
 

@@ -29,7 +29,7 @@ RECOVERS_TAG = "dlac/recovers"
 _PRIORITY_TAG = "dagster/priority"
 _PASSED_ON = (_PRIORITY_TAG, "dagster/max_runtime")
 """Dagster's own tags that are passed on. Tags of launchers and people are passed on as well."""
-_LOADED_WITHIN_S = 120.0
+LOADED_WITHIN_S = 120.0
 """Seconds after the end of a run within which the sensor waits for the definition of its asset. Later runs wait as well."""
 _DEFERRED_S = 3600.0
 """Seconds after the end of a run for which its recovery is tried in each tick, if it cannot be decided."""
@@ -102,7 +102,7 @@ def decide_recoveries(
     """
     defined, names = dict(runs.defined_runs), runs.names_of_training(instance, dead)
     missing = [name for name in names if name not in defined]
-    if missing and ended_s_ago(instance, dead) < _LOADED_WITHIN_S:
+    if missing and ended_s_ago(instance, dead) < LOADED_WITHIN_S:
         raise RecoveryDeferred(f"expected the training runs {missing} in this code location: reload its definitions")
     found: list[dg.RunRequest | dg.SkipReason] = []
     for name in names:

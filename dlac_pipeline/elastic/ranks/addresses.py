@@ -24,7 +24,7 @@ def own_address(host: str) -> str:
         if not own:
             return ""
         hidden = all(_is_loopback(address) for address in own) and not _means_loopback(host)
-        return (_routed_address() or own[0]) if hidden else own[0]
+        return (routed_address() or own[0]) if hidden else own[0]
     return ""
 
 
@@ -88,7 +88,7 @@ def _is_loopback(address: str) -> bool:
     return False
 
 
-def _routed_address() -> str:
+def routed_address() -> str:
     """Return the address from which this node reaches others. Empty if it reaches none. Sends nothing."""
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(_ELSEWHERE)

@@ -38,7 +38,7 @@ ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _OWN_PACKAGES = ("dlac_pipeline",)
 _INTERRUPTED = 128 + signal.SIGINT
 """Exit status of a script that a keyboard interrupt ended, as shells report it."""
-_RESERVED_BYTES = 16 * 1024
+RESERVED_BYTES = 16 * 1024
 _RECORDED = "_dlac_recorded"
 """Attribute of an exception that was recorded: a second record would have a later time, and the first rank to fail is blamed."""
 
@@ -96,9 +96,9 @@ def _prepare(script: str, arguments: tuple[str, ...]) -> None:
         os.dup2(nothing.fileno(), 0)
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-    of_group = "" if this.group is None else f" group {this.group}"
-    setproctitle(f"dlac {os.environ[RUN_VARIABLE]}{of_group} rank {this.rank}/{this.world_size}")
-    reason_file(folder, rank).write_bytes(b" " * _RESERVED_BYTES)
+    of_group = f" group {os.environ[GROUP_VARIABLE]}" if GROUP_VARIABLE in os.environ else ""
+    setproctitle(f"dlac {os.environ[RUN_VARIABLE]}{of_group} rank {os.environ['RANK']}/{os.environ['WORLD_SIZE']}")
+    reason_file(folder, rank).write_bytes(b" " * RESERVED_BYTES)
     pid_file(folder, rank).write_text(str(os.getpid()))
     _be_a_new_python(script, arguments)
 
@@ -194,10 +194,10 @@ def leave_reason(err: BaseException) -> None:
     reason = {"kind": "", "message": "", "detail": {"status": status}, "at": time.time(), **describe_exception(err)}
     if status is None:
         reason["kind"] = error_kind(err)
-        reason["message"] = mask_secrets(text_of(err))[: _RESERVED_BYTES // 8]
+        reason["message"] = mask_secrets(text_of(err))[: RESERVED_BYTES // 8]
         reason["detail"] = mask_setting("", json.loads(json.dumps(getattr(err, "detail", {}), default=repr)))
-    with reason_file(folder, this_process().rank_of_all).open("r+b") as stream:
-        stream.write(_fit(reason).ljust(_RESERVED_BYTES))
+    with reason_file(folder, global_rank()).open("r+b") as stream:
+        stream.write(_fit(reason).ljust(RESERVED_BYTES))
 
 
 def _status_of(err: SystemExit) -> int:
@@ -208,6 +208,6 @@ def _fit(reason: dict[str, Any]) -> bytes:
     """Return the record as JSON, with the end of the traceback only where all of it exceeds the reserved bytes."""
     while True:
         raw = json.dumps(reason, ensure_ascii=False, default=repr).encode(errors="replace")
-        if len(raw) <= _RESERVED_BYTES or not reason["traceback"]:
+        if len(raw) <= RESERVED_BYTES or not reason["traceback"]:
             return raw
         reason["traceback"] = reason["traceback"][len(reason["traceback"]) // 2 + 1 :]

@@ -88,12 +88,12 @@ class Slurm:
         cluster, most = request.spec.section(ClusterSpec), request.spec.launch.max_nodes
         idle = [] if _PLACES & set(cluster.options) else _idle(near, cluster.options.get("partition", ""))[:most]
         try:
-            output = _answer("sbatch", "--parsable", script=self.render(request, idle))
+            output = answer_of("sbatch", "--parsable", script=self.render(request, idle))
         except ConnectionError as err:
             if not idle or not re.search(_REFUSES_NODES, str(err)):
                 raise
             idle = []
-            output = _answer("sbatch", "--parsable", script=self.render(request))
+            output = answer_of("sbatch", "--parsable", script=self.render(request))
         job, self._prefers = output.strip().partition(";")[0], bool(idle)
         self._log, self._read_bytes = Path(f"slurm-{job}-nodes.out").absolute(), 0
         return job
@@ -101,7 +101,7 @@ class Slurm:
     def state(self, job: str) -> JobState | None:
         """Return the job's state: what the controller knows, and after a while only the accounting."""
         try:
-            facts = dict(re.findall(r"(\S+?)=(\S*)", _answer("scontrol", "--oneliner", "show", "job", job)))
+            facts = dict(re.findall(r"(\S+?)=(\S*)", answer_of("scontrol", "--oneliner", "show", "job", job)))
         except ConnectionError as err:
             if _UNKNOWN not in str(err):
                 raise
@@ -110,7 +110,7 @@ class Slurm:
         name, preempted = facts["JobState"], facts.get("PreemptTime", "None") != "None"
         if preempted and name not in ("PENDING", "CANCELLED"):  # Slurm before 24.05 calls it COMPLETED or FAILED
             return JobState(name="PREEMPTED", over=name in _ENDED)
-        nodes = _answer("scontrol", "show", "hostnames", facts["NodeList"]).split() if name == "RUNNING" else []
+        nodes = answer_of("scontrol", "show", "hostnames", facts["NodeList"]).split() if name == "RUNNING" else []
         lost = name == "RUNNING" and facts["BatchHost"] not in nodes
         return JobState(name=name, over=name in _ENDED, first_node_lost=lost)
 
@@ -123,7 +123,7 @@ class Slurm:
         self._pending_since = self._pending_since or now
         if now - self._pending_since >= self._prefers_s:
             with suppress(ConnectionError):  # it has just started
-                _answer("scontrol", "update", f"JobId={job}", "ReqNodeList=")
+                answer_of("scontrol", "update", f"JobId={job}", "ReqNodeList=")
 
     def read(self, job: str) -> list[tuple[str, str]]:
         """Return what the nodes' common output has gained, in whole lines."""
@@ -136,11 +136,11 @@ class Slurm:
 
     def requeue(self, job: str) -> None:
         """Have Slurm end the job and queue it again."""
-        _answer("scontrol", "requeue", job)
+        answer_of("scontrol", "requeue", job)
 
     def cancel(self, job: str) -> None:
         """Cancel the job."""
-        _answer("scancel", job)
+        answer_of("scancel", job)
 
 
 def _idle(nodes: Sequence[str], partition: str) -> list[str]:
@@ -149,7 +149,7 @@ def _idle(nodes: Sequence[str], partition: str) -> list[str]:
         return []
     question = ["sinfo", "--noheader", "--Node", "--format=%N %t", f"--nodes={','.join(nodes)}"]
     try:
-        output = _answer(*question, *([f"--partition={partition}"] if partition else []))
+        output = answer_of(*question, *([f"--partition={partition}"] if partition else []))
     except (ConnectionError, OSError, subprocess.TimeoutExpired):
         return []
     idle = {name for name, _, state in (line.partition(" ") for line in output.splitlines()) if state.strip() == "idle"}
@@ -159,14 +159,14 @@ def _idle(nodes: Sequence[str], partition: str) -> list[str]:
 def _accounted(job: str) -> JobState | None:
     """Return the state of a job that the controller has forgotten. A cluster without accounting knows nothing of it."""
     try:
-        output = _answer("sacct", "--noheader", "--allocations", "--parsable2", "--format=State", f"--jobs={job}")
+        output = answer_of("sacct", "--noheader", "--allocations", "--parsable2", "--format=State", f"--jobs={job}")
     except (ConnectionError, FileNotFoundError):
         return None
     states = output.split()
     return JobState(name=states[0], over=states[0] in _ENDED) if states else None
 
 
-def _answer(*command: str, script: str | None = None) -> str:
+def answer_of(*command: str, script: str | None = None) -> str:
     """Run one of Slurm's commands. Return its standard output, or raise `ConnectionError` with its standard error."""
     done = subprocess.run(command, input=script, capture_output=True, text=True, check=False, timeout=ANSWER_S)
     if done.returncode:

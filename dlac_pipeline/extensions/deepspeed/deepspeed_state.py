@@ -59,7 +59,7 @@ class DeepSpeedState(Engine):
 
     def save(self, folder: Path, write: Write) -> None:
         """DeepSpeed's files, without its `latest` pointer, which is written before other ranks' shards are durable."""
-        recorder = _recorder(folder, write)
+        recorder = make_recorder(folder, write)
         engine = self._engine
         has_info = engine.has_moe_layers or hasattr(engine.module, "universal_checkpoint_info")
         original, engine.checkpoint_engine = engine.checkpoint_engine, recorder
@@ -167,7 +167,7 @@ class DeepSpeedState(Engine):
             write(target / cls.TAG / path.name, load_tensors(path, safe_classes(), mmap=True))
 
 
-def _recorder(folder: Path, write: Write) -> Any:
+def make_recorder(folder: Path, write: Write) -> Any:
     """Return a DeepSpeed checkpoint engine that passes on what is saved in the existing `folder`.
 
     A failure is kept for the vote, not raised: DeepSpeed's save ends in a barrier at which the other ranks wait.

@@ -33,7 +33,7 @@ from typing import Any
 from dlac_pipeline.extensions.loader_check.consume import Misuse, consume
 from dlac_pipeline.extensions.loader_check.protocol import Job
 
-_GRACE_S = 5.0  # for the other ranks after a failure
+GRACE_S = 5.0  # for the other ranks after a failure
 _PR_SET_PDEATHSIG = 1
 
 
@@ -52,7 +52,7 @@ def main() -> None:
         command = json.loads(line)
         jobs = [Job(**job) for job in command["jobs"]]
         act = _convert if command["do"] == "convert" else consume
-        print(json.dumps({"ranks": _launch(module, act, jobs, command["limit_s"])}), file=answers)
+        print(json.dumps({"ranks": launch_ranks(module, act, jobs, command["limit_s"])}), file=answers)
 
 
 def _import(source: str) -> ModuleType:
@@ -91,7 +91,7 @@ def _convert(module: ModuleType, job: Job) -> dict[str, Any]:
     return {"bytes": written, "seconds": time.perf_counter() - begun}
 
 
-def _launch(
+def launch_ranks(
     module: ModuleType, act: Callable[[ModuleType, Job], dict[str, Any]], jobs: list[Job], limit_s: float
 ) -> list[dict[str, Any]]:
     """Fork the ranks, wait for them, and end all processes."""
@@ -110,7 +110,7 @@ def _launch(
                 exits[pid] != job.exit_status for pid, job in zip(pids, jobs, strict=True) if pid in exits
             ):
                 failed_at = time.monotonic()
-                until = min(until, failed_at + _GRACE_S)
+                until = min(until, failed_at + GRACE_S)
             time.sleep(0.002)
     finally:
         for pid in pids:

@@ -131,7 +131,7 @@ def rehearse_run(
         TrainingFailed, DlacError: the ranks failed with it.
     """
     count = MOST_STEPS if steps is None else steps
-    choose = partial(_newest_with_successor, Ledger(lakehouse), run, count)
+    choose = partial(newest_with_successor, Ledger(lakehouse), run, count)
     done = replay_steps(lakehouse, run, choose, spec=spec, folder=sandbox_folder)
     assert done.restored is not None, "it begins with a checkpoint"
     digest, start = done.restored.manifest.config_digest, done.start
@@ -150,13 +150,14 @@ def rehearse_run(
     )
 
 
-def _ranks_between(rows: Sequence[LedgerRow], parent: CheckpointRow, successor: CheckpointRow) -> set[int]:
+def ranks_between(rows: Sequence[LedgerRow], parent: CheckpointRow, successor: CheckpointRow) -> set[int]:
     """Return the numbers of ranks that trained the steps of a checkpoint: also before an attempt that resumed from memory."""
     claims = [row for row in rows if isinstance(row, ClaimRow) and parent.seq < row.seq < successor.seq]
     return {successor.world_size, *(row.memory_ranks for row in claims if row.memory_step > parent.step)}
 
 
-def _newest_with_successor(ledger: Ledger, run: str, count: int) -> ReplayStart:
+def newest_with_successor(ledger: Ledger, run: str, count: int) -> ReplayStart:
+    """Return the newest checkpoint whose committed successor the same number of ranks trained."""
     rows = ledger.head_rows(run)
     checkpoints = checkpoint_rows(rows)
     out = out_of(rows)
@@ -169,7 +170,7 @@ def _newest_with_successor(ledger: Ledger, run: str, count: int) -> ReplayStart:
             parent is not None
             and parent.checkpoint_id not in out
             and successor.losses
-            and _ranks_between(rows, parent, successor) == {successor.world_size}
+            and ranks_between(rows, parent, successor) == {successor.world_size}
         ):
             last, leg = min(successor.step, parent.step + count), leg_of(rows, successor.checkpoint_id)
             return ReplayStart(rows=rows, checkpoint=parent, successor=successor, leg=leg, last=last)

@@ -92,7 +92,7 @@ def replay_steps(
     """
     with sandbox(folder) as place:
         started = time.monotonic()
-        known, start, restored = _restored(lakehouse, run, choose, spec, place)
+        known, start, restored = restore_start(lakehouse, run, choose, spec, place)
         restored_at = time.monotonic()
         found = replay(spec_in_sandbox(known, start.leg, start.successor, place), place, start.resume_point(restored))
         return Replay(
@@ -107,7 +107,7 @@ def replay_steps(
         )
 
 
-def _restored(
+def restore_start(
     lakehouse: Lakehouse, run: str, choose: Callable[[], ReplayStart], wanted: JobSpec | None, folder: Path
 ) -> tuple[JobSpec, ReplayStart, Restored | None]:
     """Copy a checkpoint into the sandbox and return it. If the checkpoint was retired during the copy, take another one."""

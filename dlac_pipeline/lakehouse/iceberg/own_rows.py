@@ -41,16 +41,14 @@ _SMALL_BYTES, _KEPT_BYTES = 64 << 10, 64 << 20
 _COLUMN_BYTES = 1 << 10
 """Estimated memory of a column of a small table in addition to its values: Arrow's objects, and buffers of 64 bytes."""
 _MANIFESTS = 4096
-_FORMAT = ds.ParquetFileFormat()
-_WRITING: Any = {"compression": "zstd", "use_dictionary": False, "store_schema": False}
-"""Options of a small file."""
+PARQUET = ds.ParquetFileFormat()
 _FILES: dict[str, list[DataFile]] = {}
 """The data files of manifests, which never change, by path. The first ones are forgotten first."""
 _Key = tuple[str, int, str, tuple[str, ...]]
 """Path of a data file, schema, filter and columns."""
 
 
-class _KeptRows:
+class KeptRows:
     """Few rows of data files, which never change. The least recently used are dropped first.
 
     A long run has thousands of small files, and its supervisor reads all of them at each recovery. The bound is in bytes, because
@@ -77,17 +75,29 @@ class _KeptRows:
         with self._lock:
             if key not in self._rows:  # another thread may have read them, too
                 self._rows[key] = rows
-                self._bytes += _bytes_of(rows)
+                self._bytes += bytes_of_rows(rows)
             while self._bytes > self._most_bytes:
-                self._bytes -= _bytes_of(self._rows.popitem(last=False)[1])
+                self._bytes -= bytes_of_rows(self._rows.popitem(last=False)[1])
+
+    def clear(self) -> None:
+        """Drop all rows."""
+        with self._lock:
+            self._rows.clear()
+            self._bytes = 0
 
 
-def _bytes_of(rows: pa.Table) -> int:
+def bytes_of_rows(rows: pa.Table) -> int:
     """Return the estimated memory of a small table."""
     return int(rows.nbytes + _COLUMN_BYTES * rows.num_columns)
 
 
-_ROWS = _KeptRows(_KEPT_BYTES)
+KEPT_ROWS = KeptRows(_KEPT_BYTES)
+
+
+def forget_files() -> None:
+    """Drop the files and rows that this process has read. A new process has none."""
+    _FILES.clear()
+    KEPT_ROWS.clear()
 
 
 def read_rows(table: Table, row_filter: BooleanExpression, *, columns: Sequence[str] = ("*",)) -> pa.Table:
@@ -115,10 +125,10 @@ def read_rows(table: Table, row_filter: BooleanExpression, *, columns: Sequence[
 
     def read(file: DataFile) -> pa.Table:
         rows = read_file(table, file, schema, **wanted)
-        _ROWS.keep((file.file_path, *described), rows)
+        KEPT_ROWS.keep((file.file_path, *described), rows)
         return rows
 
-    known = [_ROWS.get((file.file_path, *described)) for file in files]
+    known = [KEPT_ROWS.get((file.file_path, *described)) for file in files]
     unread = [file for file, rows in zip(files, known, strict=True) if rows is None]
     found = iter(map(read, unread) if len(unread) < 2 else ExecutorFactory.get_or_create().map(read, unread))
     parts = [next(found) if rows is None else rows for rows in known]
@@ -206,7 +216,7 @@ def read_file(table: Table, file: DataFile, schema: Any = None, **options: Any) 
     schema = schema_to_pyarrow(table.schema(), include_field_ids=False) if schema is None else schema
     with decoding(table, file.file_path), table.io.new_input(file.file_path).open() as stream:
         _check_size(table, file, stream.seek(0, os.SEEK_END))
-        return _FORMAT.make_fragment(stream).to_table(schema, **options)
+        return PARQUET.make_fragment(stream).to_table(schema, **options)
 
 
 @contextmanager

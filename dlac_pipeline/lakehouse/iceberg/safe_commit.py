@@ -128,7 +128,7 @@ class _TimelyRequests(CommitGuard):
 
     def _create_session(self) -> Session:
         session: Session = super()._create_session()  # type: ignore[misc]  # of pyiceberg's RestCatalog
-        session.request = partial(session.request, timeout=_REST_TIMEOUT_S)  # type: ignore[method-assign]
+        session.request = partial(session.request, timeout=REST_TIMEOUT_S)  # type: ignore[method-assign]
         return session
 
 
@@ -157,9 +157,9 @@ _CLASSES = {
     "dynamodb": "pyiceberg.catalog.dynamodb.DynamoDbCatalog",
     "bigquery": "pyiceberg.catalog.bigquery_metastore.BigQueryMetastoreCatalog",
 }
-_REST_TIMEOUT_S = (10.0, 60.0)
-"""Seconds to connect, and between two pieces of an answer."""
-_POSTGRES_TIMEOUTS = {"idle_in_transaction_session_timeout": "30s", "lock_timeout": "20s"}
+REST_TIMEOUT_S = (10.0, 60.0)
+"""To connect, and between two pieces of an answer."""
+POSTGRES_TIMEOUTS = {"idle_in_transaction_session_timeout": "30s", "lock_timeout": "20s"}
 """Limits for a client that holds a row and does nothing, and for the wait for a row that another client holds."""
 _LIMIT_LOCKS = text(
     "SELECT set_config(name, CASE name WHEN 'lock_timeout' THEN :lock_timeout "
@@ -171,7 +171,7 @@ _LIMIT_LOCKS = text(
 
 def _limit_locks(connection: Connection) -> None:
     """Set the limits in this transaction only, because a pooler may pass the connection on. Explicit settings win."""
-    connection.execute(_LIMIT_LOCKS, _POSTGRES_TIMEOUTS)
+    connection.execute(_LIMIT_LOCKS, POSTGRES_TIMEOUTS)
 
 
 def _sync_commits(connection: DBAPIConnection, _: ConnectionPoolEntry) -> None:

@@ -14,7 +14,7 @@ import psutil
 
 _T = TypeVar("_T")
 _LOCK_TIMEOUT_S = 30.0
-_REPORT_AFTER_S = 2.0
+REPORT_AFTER_S = 2.0
 _log = logging.getLogger(__name__)
 
 
@@ -48,7 +48,7 @@ class ReportingConnection(sqlite3.Connection):
         """`timeout` is the whole wait. `options` are options of `sqlite3.connect`."""
         self._file = file
         self._timeout_s = timeout
-        self._first_s = min(timeout, _REPORT_AFTER_S)
+        self._first_s = min(timeout, REPORT_AFTER_S)
         super().__init__(database, timeout=self._first_s, **options)
 
     def cursor(self, *arguments: Any) -> Any:

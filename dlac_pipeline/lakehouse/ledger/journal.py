@@ -33,7 +33,7 @@ _WRITING = {"compression": "zstd", "write_statistics": False, "use_dictionary": 
 """Options of small files. Columns without values are left out, too."""
 _WRITER = ThreadPoolExecutor(1, thread_name_prefix="journal")
 """The writer of entries in an object store, so that no commit waits for a second request."""
-_WARNED: set[str] = set()
+WARNED: set[str] = set()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,13 +165,13 @@ def _write_entries(table: Table, appends: Sequence[pa.Table], newest: bool) -> N
             journal.write_last(appends[-1]["run"][0].as_py(), appends[-1]["seq"][0].as_py())
     except Exception as err:  # the append is committed all the same
         address = journal_address(table)
-        if address not in _WARNED:
+        if address not in WARNED:
             _log.warning(
                 "expected to write the journal %s, found %r: the append is committed, and the next claim or `dlac ledger upkeep` "
                 "writes its entry; free, mount or permit that folder",
                 *(address, err),
             )
-        _WARNED.add(address)
+        WARNED.add(address)
 
 
 def seqs_by_run(rows: pa.Table) -> dict[str, set[int]]:

@@ -30,8 +30,8 @@ from dlac_pipeline.supervise.liveness.run_lock import lock_path
 from dlac_pipeline.supervise.retry_policy import LOST_AFTER_S
 
 _log = logging.getLogger(__name__)
-_POLL_S = 1.0
-_STEPS_SEEN_S = 15.0
+POLL_S = 1.0
+STEPS_SEEN_S = 15.0
 """Seconds to watch for another heartbeat if the steps of the launch's ranks can be seen, before its own clock is believed."""
 _ITS_OWN = (
     *(typed_rows.ClaimRow, typed_rows.CheckpointRow),
@@ -112,7 +112,7 @@ def refuse_if_alive_elsewhere(
         if not _may_train_elsewhere(rows, spec, launch, launched_by) or detector.is_lost(launch):
             return
         waits = time.monotonic() < deadline or detector.may_be_lost(launch)
-        if not waits or stop.wait(min(_POLL_S, LOST_AFTER_S / 4)):
+        if not waits or stop.wait(min(POLL_S, LOST_AFTER_S / 4)):
             raise RunBusy(_message(spec.run, fence_of_rows(rows).attempt, launch))
 
 
@@ -149,7 +149,7 @@ class _LaunchFailureDetector:
 def _watch_s(launch: LaunchLiveness) -> float:
     """Return the seconds to watch for another heartbeat of a launch that is lost by its node's clock."""
     rows_every_s = 0.0 if launch.shows_steps else launch.rows_every_s
-    return LOST_AFTER_S if rows_every_s is None else min(LOST_AFTER_S, max(_STEPS_SEEN_S, 2 * rows_every_s))
+    return LOST_AFTER_S if rows_every_s is None else min(LOST_AFTER_S, max(STEPS_SEEN_S, 2 * rows_every_s))
 
 
 def _may_train_elsewhere(rows: list[LedgerRow], spec: JobSpec, launch: LaunchLiveness, launched_by: str) -> bool:

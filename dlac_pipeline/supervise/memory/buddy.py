@@ -14,9 +14,9 @@ _LOOKS_PER_STATE = 20
 """Looks for a new state in the time between two."""
 _LEAST_LOOK_S, _MOST_LOOK_S = 0.005, 0.05
 _SLOWER = 1.05
-"""Factor of the time between two looks after one that found nothing."""
-_RETRY_S = 0.1
-_LATER_S = 30.0
+"""Factor of the time between two looks of which one found nothing."""
+RETRY_S = 0.1
+LATER_S = 30.0
 """Seconds between two tries while the ranks do not wait for copies."""
 _Mark = list[tuple[int, int]]
 
@@ -51,14 +51,14 @@ class BuddyCopies:
             except Exception as err:  # the ranks wait for copies
                 failing_since = failing_since or time.monotonic()
                 if self._buddy is not None and time.monotonic() < failing_since + patience_s:
-                    ended.wait(_RETRY_S)
+                    ended.wait(RETRY_S)
                     continue
                 if not self._is_alone:
                     self._warn_alone(err, warn)
                     self._is_alone = True
                 with suppress(OSError):
                     states.mark_copied(self._folder, self._ranks[0], states.ALWAYS)
-                ended.wait(_LATER_S)
+                ended.wait(LATER_S)
             else:
                 now, failing_since, self._is_alone = time.monotonic(), 0.0, False
                 self._look_s = min(_MOST_LOOK_S, max(_LEAST_LOOK_S, (now - copied_at) / _LOOKS_PER_STATE))

@@ -28,7 +28,7 @@ from dlac_pipeline.supervise.memory.server import FETCH, FETCH_SEALS, LIST, TIME
 from dlac_pipeline.supervise.start.resume_point import FromMemory, ResumePoint
 
 _MOST_THREADS = 32
-_FETCH_SHARE = 0.5
+FETCH_SHARE = 0.5
 """Share of `start_timeout_s` that ranks wait for a state in memory."""
 _OWN_FILES = ("torch", "deepspeed")
 """Engines whose ranks load only their files and rank 0's, if the number of ranks is the number that saved them."""
@@ -244,7 +244,7 @@ class NodeMemory:
         if self._folder is None or current.folder is None or not point.folder:
             return None
         slot = states.slot_at(self._folder, states.slot_name(Path(point.folder)))
-        name, until = states.slot_name(slot), time.monotonic() + _FETCH_SHARE * self._launch.start_timeout_s
+        name, until = states.slot_name(slot), time.monotonic() + FETCH_SHARE * self._launch.start_timeout_s
         own = [part for part in states.read_parts(self._folder) if (part.slot, part.state.step) == (name, point.step)]
         if len(own) == point.world_size:
             return slot

@@ -26,7 +26,7 @@ LIST, FETCH, FETCH_SEALS, STORE = "list", "fetch", "seals", "store"
 TIMEOUT_S = 10.0
 """Seconds without a byte after which a transfer is given up."""
 _POLL_S = 0.1
-_MOST_CONNECTIONS = 1024
+MOST_CONNECTIONS = 1024
 """Connections at one time. More are closed, because each has a thread."""
 
 
@@ -141,7 +141,7 @@ class _Server(socketserver.ThreadingTCPServer):
     def __init__(self, address: str, answer: object) -> None:
         self.address_family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
         super().__init__((address, 0), lambda request, *_: answer(request))  # type: ignore[operator]
-        self._free = threading.BoundedSemaphore(_MOST_CONNECTIONS)
+        self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Answer in a thread, if not too many do."""

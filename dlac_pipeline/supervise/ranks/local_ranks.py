@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _TAIL_LINES = 20
 _TAIL_BYTES = 64 * 1024
-_KILLED_WITHIN_S = 60.0
+KILLED_WITHIN_S = 60.0
 """Seconds for a killed rank to disappear: the kernel first frees its memory and that of its accelerator."""
 
 
@@ -174,11 +174,11 @@ class RankGroup:
     def end(self) -> None:
         """Kill the process groups of all ranks, and wait until they are gone. Raise `TrainingFailed` if the kernel keeps one."""
         self.processes.signal(signal.SIGKILL)
-        running = self.processes.wait_until_gone(_KILLED_WITHIN_S)
+        running = self.processes.wait_until_gone(KILLED_WITHIN_S)
         self._logs.close()
         if running:
             raise TrainingFailed(
-                f"expected killed ranks to be gone within {_KILLED_WITHIN_S:.0f} s, found process {running!r} (by rank): look "
+                f"expected killed ranks to be gone within {KILLED_WITHIN_S:.0f} s, found process {running!r} (by rank): look "
                 "for a device or a network file system that does not answer, and recover the run on another node"
             )
 

@@ -77,7 +77,7 @@ def cut_middle(path: Path, max_bytes: int, *, before: int = 0) -> int:
         cut = (size - 2 * head) // _BLOCK_BYTES * _BLOCK_BYTES
         if cut <= 0:
             return 0
-        if not _collapse(descriptor, head, cut):
+        if not collapse(descriptor, head, cut):
             cut = _copy_end(path, descriptor, head, head)
         mark = f"\n{_LEFT_OUT.format(before + cut)}\n".encode()
         os.pwrite(descriptor, mark.rjust(_MARK_BYTES, b"."), head)
@@ -86,7 +86,7 @@ def cut_middle(path: Path, max_bytes: int, *, before: int = 0) -> int:
         os.close(descriptor)
 
 
-def _collapse(descriptor: int, start: int, count: int) -> bool:
+def collapse(descriptor: int, start: int, count: int) -> bool:
     """Remove a range from a file that others append to. Return False if the file system cannot."""
     if sys.platform != "linux":
         return False
