@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
@@ -118,13 +118,19 @@ class Arena:
         """Return one of the tests' training scripts."""
         return PROGRAMS / name
 
+    @contextmanager
+    def training_run(self, spec: JobSpec, **options: Any) -> Iterator[dlac.TrainingRun]:
+        """Open a run of one rank in this process, from a spec file in the home folder."""
+        path = self.home / f"{spec.run}.yaml"
+        path.write_text(yaml.safe_dump(spec.model_dump(mode="json")))
+        self.monkeypatch.setenv("DLAC_HOME", str(self.home))
+        with dlac.training_run(path, **options) as run:
+            yield run
+
     def train(self, spec: JobSpec, *, until: int | None = None) -> Steps:
         """Train in this process with one rank. `until` is the step in which the process "dies"."""
-        path = self.home / f"{spec.run}.yaml"
-        path.write_text(yaml.safe_dump(spec.model_dump()))
-        self.monkeypatch.setenv("DLAC_HOME", str(self.home))
         seen: Steps = {}
-        with dlac.training_run(path) as run:
+        with self.training_run(spec) as run:
             model = torch.nn.Linear(4, 1)
             run.restore(dlac.TorchState(model=model))
             for batch in run.batches():

@@ -9,24 +9,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from dlac_pipeline.audit.lakehouse_sql import open_audit
-from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
+from tests.faults.undisturbed import STEPS, check_finished, check_pass
 
 if TYPE_CHECKING:
-    from tests.conftest import Arena, Launch
+    from tests.conftest import Arena
 
 MODE = {"mode": "asynchronous"}
-STEPS = [10, 20, 30, 40, 50, 60, 63]
-
-
-def check_finished(campaign: Arena, run: str, launch: Launch) -> None:
-    """Check that the run finished, every checkpoint exists once, and rows and losses equal the undisturbed run's."""
-    assert launch.wait() == 0, launch.stderr
-    assert [row.step for row in campaign.lineage(run)] == STEPS
-    assert len(campaign.rows(run, CheckpointRow)) == len(STEPS)
-    reference, journal = campaign.journal("reference"), campaign.journal(run)
-    assert {step: journal[step] for step in range(1, 63)} == {step: reference[step] for step in range(1, 63)}
-    assert sorted(row for rows in journal.values() for row in rows) == list(range(2000))
-    assert campaign.losses(run)[:62] == campaign.losses("reference")[:62]
 
 
 @pytest.mark.soak
@@ -54,20 +42,6 @@ def test_background_checkpoints_equal_synchronous_ones(campaign: Arena) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("moment", "resumed_at"), [("after", 20), ("before", 10)])
-def test_coordinator_killed_around_commit(campaign: Arena, moment: str, resumed_at: int) -> None:
-    """The head is the old or the new checkpoint, as in synchronous mode, although training had continued."""
-    run = f"asynchronous-killed-{moment}"
-    spec = campaign.spec(
-        run, "train_sabotaged.py", env={"SABOTAGE": f"kill-{moment}-commit@20"}, passes=1, pause_s=0.02, **MODE
-    )
-    launch = campaign.launch(spec)
-    check_finished(campaign, run, launch)
-    first, second = launch.of("attempt")
-    assert (first["step"], second["step"]) == (0, resumed_at)
-
-
-@pytest.mark.soak
 def test_stalled_commit_delays_next_checkpoint(campaign: Arena) -> None:
     """One checkpoint is in flight. Training waits at the next one instead of keeping several copies, and loses nothing."""
     run = "asynchronous-slow"
@@ -91,8 +65,7 @@ def test_stop_leaves_checkpoint_of_last_step(campaign: Arena) -> None:
     assert last.step == max(entry["step"] for entry in campaign.entries(run))
     again = campaign.launch(campaign.spec(run, passes=1, **MODE))
     assert again.wait() == 0, again.stderr
-    assert sorted(row for rows in campaign.journal(run).values() for row in rows) == list(range(2000))
-    assert campaign.losses(run)[:62] == campaign.losses("reference")[:62]
+    check_pass(campaign, run)
 
 
 @pytest.mark.soak

@@ -12,6 +12,7 @@ from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.audit.lakehouse_sql import open_audit
 from dlac_pipeline.lakehouse.ledger.typed_rows import RetireRow
 from dlac_pipeline.operations.status import run_status
+from tests.faults.undisturbed import check_pass
 
 if TYPE_CHECKING:
     from tests.conftest import Arena
@@ -21,10 +22,7 @@ CLOCK: dict[str, Any] = {"passes": 1, "every_steps": None, "pause_s": 0.12}
 
 def check_exact(campaign: Arena, run: str) -> None:
     """Check that rows and losses equal the undisturbed run's, by the journal and by the audit."""
-    reference, journal = campaign.journal("reference"), campaign.journal(run)
-    assert {step: journal[step] for step in range(1, 63)} == {step: reference[step] for step in range(1, 63)}
-    assert sorted(row for rows in journal.values() for row in rows) == list(range(2000))
-    assert campaign.losses(run)[:62] == campaign.losses("reference")[:62]
+    check_pass(campaign, run)
     assert audit_run(campaign.lakehouse, run).exact
 
 

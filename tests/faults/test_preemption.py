@@ -16,9 +16,11 @@ import pytest
 
 from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
 from tests.conftest import wait_until
+from tests.faults.undisturbed import check_rows_of_a_pass
 
 if TYPE_CHECKING:
-    from tests.conftest import Arena, Launch
+    from tests.faults.undisturbed import check_rows_of_a_pass
+from tests.conftest import Arena, Launch
 
 TRAINING: dict[str, Any] = {"passes": 1, "pause_s": 0.1}
 
@@ -59,9 +61,7 @@ def finish_exactly(campaign: Arena, run: str) -> Launch:
     """Launch the run again, and check that it resumes from the head and that both journals have every row once."""
     again = campaign.launch(campaign.spec(run, passes=1))
     assert again.wait() == 0, again.stderr
-    reference, journal = campaign.journal("reference"), campaign.journal(run)
-    assert {step: journal[step] for step in range(1, 63)} == {step: reference[step] for step in range(1, 63)}
-    assert sorted(row for rows in journal.values() for row in rows) == list(range(2000))
+    check_rows_of_a_pass(campaign, run)
     return again
 
 

@@ -144,10 +144,7 @@ def test_safetensors_begin_a_run(arena: Arena, kind: str) -> None:
 
 def begin_tied(arena: Arena, spec: JobSpec, *, nested: bool) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Train the run to its end, with a second name for a layer; gives weights and optimizer that it started with."""
-    path = arena.home / f"{spec.run}.yaml"
-    path.write_text(yaml.safe_dump(spec.model_dump()))
-    arena.monkeypatch.setenv("DLAC_HOME", str(arena.home))
-    with dlac.training_run(path) as run:
+    with arena.training_run(spec) as run:
         layer = torch.nn.Linear(4, 1)
         model = torch.nn.ModuleDict({"model": layer, "again": layer}) if nested else layer
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.03)
@@ -329,10 +326,7 @@ def test_shards_of_ranks_begin_a_run(arena: Arena) -> None:
 
 def begin(arena: Arena, spec: JobSpec) -> dict[str, torch.Tensor]:
     """Start the run in this process, and train it to its end; gives the weights that it started with."""
-    path = arena.home / "r.yaml"
-    path.write_text(yaml.safe_dump(spec.model_dump()))
-    arena.monkeypatch.setenv("DLAC_HOME", str(arena.home))
-    with dlac.training_run(path) as run:
+    with arena.training_run(spec) as run:
         model = torch.nn.Linear(4, 1)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         run.restore(dlac.DistributedState(model=model, optimizer=optimizer))

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,10 +13,11 @@ from dlac_pipeline.lakehouse.errors import CommitConflict, CommitOutcomeUnknown,
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.lakehouse.ledger.commits import Attempt, claim, commit_checkpoint
 from dlac_pipeline.lakehouse.ledger.ledger import Append, Ledger, RunState
-from dlac_pipeline.lakehouse.ledger.recoveries import Recovery, recoveries_of, write_recovery
+from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of, write_recovery
 from dlac_pipeline.lakehouse.ledger.run_rows import Fence
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, LegRow
 from dlac_pipeline.lakehouse.maintenance.upkeep import run_upkeep
+from tests.small_records import small_recovery
 
 if TYPE_CHECKING:
     from tests.conftest import Arena
@@ -157,23 +157,7 @@ def test_a_recovery_in_doubt_is_written_once(
     arena: Arena, monkeypatch: pytest.MonkeyPatch, fault: Callable[[Commit, Any], CommitTableResponse], is_new: bool
 ) -> None:
     """A row of another table than the ledger is looked for before it is appended again, also one that is new."""
-    durations: dict[str, Any] = dict.fromkeys(
-        ("detect_s", "stop_s", "claim_s", "verify_s", "load_s", "first_step_s", "total_s"), 0.0
-    )
-    recovery = Recovery(
-        run=RUN,
-        seq=3,
-        attempt=2,
-        replaced_attempt=1,
-        cause="SIGKILL",
-        noticed_by="supervisor",
-        failed_at=datetime(2026, 1, 1, tzinfo=UTC),
-        resumed_from=None,
-        resumed_step=0,
-        rows_replayed=0,
-        outcome="resumed",
-        **durations,
-    )
+    recovery = small_recovery(run=RUN)
     once(monkeypatch, fault)
     write_recovery(arena.lakehouse, recovery, is_new=is_new)
     assert recoveries_of(arena.lakehouse, RUN) == [recovery]

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import yaml
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -108,9 +107,6 @@ def test_export_survives_concurrent_retention(arena: Arena) -> None:
     """The run's retention waits for the export, and continues afterwards."""
     arena.table(appends=(1000,))
     spec = arena.spec("r", world_size=1, passes=1, keep_last=1)
-    path = arena.home / "r.yaml"
-    path.write_text(yaml.safe_dump(spec.model_dump()))
-    arena.monkeypatch.setenv("DLAC_HOME", str(arena.home))
     asked, answers = threading.Event(), threading.Event()
 
     def read_slowly(*args: Any, **options: Any) -> Any:
@@ -119,7 +115,7 @@ def test_export_survives_concurrent_retention(arena: Arena) -> None:
         return weights_of(*args, **options)
 
     arena.monkeypatch.setattr(export, "weights_of", read_slowly)
-    with ThreadPoolExecutor(1) as pool, dlac_pipeline.training_run(path) as run:
+    with ThreadPoolExecutor(1) as pool, arena.training_run(spec) as run:
         run.restore(dlac_pipeline.TorchState(model=torch.nn.Linear(4, 1)))
         for batch in run.batches():
             if batch.step == 15:

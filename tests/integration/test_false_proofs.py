@@ -44,11 +44,8 @@ from tests.integration.test_forget import Erasure, rows_until, small
 
 def train_sharded(arena: Arena, spec: JobSpec, *, until: int | None = None) -> dict[int, list[int]]:
     """Train a run with `DistributedState`, which loads adopted weights. Return its rows by step."""
-    path = arena.home / f"{spec.run}.yaml"
-    path.write_text(yaml.safe_dump(spec.model_dump()))
-    arena.monkeypatch.setenv("DLAC_HOME", str(arena.home))
     seen = {}
-    with dlac.training_run(path) as run:
+    with arena.training_run(spec) as run:
         model = torch.nn.Linear(4, 1)
         run.restore(dlac.DistributedState(model=model, optimizer=torch.optim.AdamW(model.parameters())))
         for batch in run.batches():

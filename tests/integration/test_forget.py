@@ -15,7 +15,7 @@ import pytest
 import torch
 from pyiceberg.table import Table
 
-from dlac_pipeline import TorchState, training_run
+from dlac_pipeline import TorchState
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.audit.seen import who_has_seen
 from dlac_pipeline.checkpoint.store import folder_of
@@ -312,13 +312,10 @@ def test_packed_document_is_forgotten(arena: Arena) -> None:
     arena.lakehouse.load("src.t").append(rows.append_column("tokens", tokens))
     spec = small(arena, "r", batch_size=8, columns=["tokens"], steps=20)
     spec = JobSpec.model_validate({**spec.model_dump(), "sequences": {"length": 5}})
-    path = arena.home / "r.yaml"
-    path.write_text(spec.model_dump_json())
-    arena.monkeypatch.setenv("DLAC_HOME", str(arena.home))
 
     def train() -> dict[int, set[int]]:
         found: dict[int, set[int]] = {}
-        with training_run(path) as run:
+        with arena.training_run(spec) as run:
             run.restore(TorchState(model=torch.nn.Linear(1, 1)))
             for batch in run.batches():
                 found[batch.step] = set(batch["tokens"][batch["document"] > 0].tolist())

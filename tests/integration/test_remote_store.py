@@ -9,7 +9,6 @@ from typing import Any
 import pyarrow.fs as pafs
 import pytest
 import torch
-import yaml
 
 import dlac_pipeline as dlac
 from dlac_pipeline.audit.audit import audit_run
@@ -94,10 +93,7 @@ def test_retired_checkpoints_leave_bucket(arena: Arena, store: ObjectStore) -> N
 
 def train(arena: Arena, spec: JobSpec, at: dict[int, Any]) -> None:
     """Train in this process; `at` some steps something happens."""
-    path = arena.home / "r1.yaml"
-    path.write_text(yaml.safe_dump(spec.model_dump()))
-    arena.monkeypatch.setenv("DLAC_HOME", str(arena.home))
-    with dlac.training_run(path) as run:
+    with arena.training_run(spec) as run:
         run.restore(dlac.TorchState(model=torch.nn.Linear(4, 1)))
         for batch in run.batches():
             if batch.step in at:

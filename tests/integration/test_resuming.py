@@ -228,10 +228,8 @@ def test_a_manifest_of_a_newer_format_is_refused(arena: Arena, spec: JobSpec) ->
 
 def test_unwrapped_model_is_explained(arena: Arena, spec: JobSpec) -> None:
     """`run.restore(model)` names what to write instead."""
-    path = arena.home / "r1.yaml"
-    path.write_text(spec.model_dump_json())
     with (
-        training_run(path) as run,
+        arena.training_run(spec) as run,
         pytest.raises(ScriptInvalid, match=r"'Linear'.*dlac_pipeline\.TorchState\(model=model"),
     ):
         run.restore(torch.nn.Linear(4, 1))

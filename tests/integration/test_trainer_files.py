@@ -17,7 +17,6 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-import yaml
 
 import dlac_pipeline as dlac
 from dlac_pipeline.checkpoint.engines import TrainerFiles
@@ -46,10 +45,7 @@ POINTS: dict[str, Any] = {
 def opened_run(arena: Arena, name: str = "r", *, takeover: bool = False, **changes: Any) -> Iterator[TrainingRun]:
     """Open a run of one rank in this process."""
     spec = arena.spec(name, **{"every_steps": 20, **changes})
-    path = arena.home / f"{name}.yaml"
-    path.write_text(yaml.safe_dump(spec.model_dump(mode="json")))
-    arena.monkeypatch.setenv("DLAC_HOME", str(arena.home))
-    with dlac.training_run(path, takeover=takeover) as run:
+    with arena.training_run(spec, takeover=takeover) as run:
         yield run
 
 

@@ -14,13 +14,14 @@ import pytest
 from dlac_pipeline.elastic import fork_server
 from dlac_pipeline.elastic.ranks.launch_folder import in_hand_file
 from dlac_pipeline.elastic.round import LEADER, Round
-from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
+from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.liveness.heartbeat import HeartbeatFile, Phase, RankHeartbeat
 from dlac_pipeline.supervise.ranks.all_ranks import LEAVE, LOST, REQUESTS_REPORTS, AllRanks, report_of
 from dlac_pipeline.supervise.ranks.local_ranks import RankGroup
 from dlac_pipeline.supervise.ranks.rank_starter import RankStarter
 from tests.conftest import wait_until
 from tests.launched_nodes import rounds, silence
+from tests.small_records import small_spec
 
 WAITS = """
 import os, sys, time
@@ -95,15 +96,8 @@ def launched_nodes(spec: JobSpec, folder: Path, count: int, *, timeout_s: int = 
 def waiting_job(folder: Path) -> JobSpec:
     """Return a job whose ranks wait for their exit status."""
     (folder / "script.py").write_text(WAITS)
-    spec = parse_spec(
-        {
-            "run": "r",
-            "source": {"table": "src.t", "columns": ["x"]},
-            "order": {"batch_size": 4, "key_groups": 4, "steps": 1},
-            "launch": {"script": str(folder / "script.py")},
-        },
-        origin="the test",
-    ).resolved(folder)
+    order = {"batch_size": 4, "key_groups": 4, "steps": 1}
+    spec = small_spec(order=order, launch={"script": str(folder / "script.py")}).resolved(folder)
     (Path(spec.checkpoint.local) / spec.run).mkdir(parents=True)
     return spec
 

@@ -17,7 +17,7 @@ import pytest
 from dlac_pipeline.elastic import fork_server
 from dlac_pipeline.elastic.round import LEADER, RESUME, VERDICT, Round
 from dlac_pipeline.lakehouse.errors import TrainingFailed
-from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
+from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.attempt import Rescale, SupervisedAttempt
 from dlac_pipeline.supervise.attempt_state import Observation
@@ -31,6 +31,7 @@ from dlac_pipeline.supervise.start.resume_point import FreshStart
 from dlac_pipeline.supervise.supervision import Supervision
 from tests.conftest import wait_until
 from tests.launched_nodes import rounds, silence
+from tests.small_records import small_spec
 
 POINT = FreshStart(attempt=1, nonce="n", replaces=0, leg="{}", leg_is_new=True)
 
@@ -46,13 +47,9 @@ def slow_imports(tmp_path: Path) -> Iterator[Supervision]:
 
 
 def _spec(folder: Path) -> JobSpec:
-    raw = {
-        "run": "r",
-        "source": {"table": "src.t", "columns": ["x"]},
-        "order": {"batch_size": 4, "key_groups": 4, "steps": 1},
-        "launch": {"script": str(folder / "script.py"), "preload": ["slow_library"]},
-    }
-    spec = parse_spec(raw, origin="the test").resolved(folder)
+    order = {"batch_size": 4, "key_groups": 4, "steps": 1}
+    launch = {"script": str(folder / "script.py"), "preload": ["slow_library"]}
+    spec = small_spec(order=order, launch=launch).resolved(folder)
     (Path(spec.checkpoint.local) / spec.run).mkdir(parents=True)
     return spec
 

@@ -24,11 +24,12 @@ from dlac_pipeline.elastic.rank_assignment import Offer, RoundPlan, assign_ranks
 from dlac_pipeline.elastic.round import Round
 from dlac_pipeline.elastic.sealed_store import KEY_VARIABLE
 from dlac_pipeline.lakehouse.errors import NodesMissing, SpecInvalid
-from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
+from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.launch_spec import LaunchSpec
 from tests.conftest import wait_until
 from tests.launched_nodes import heartbeat, round_of, rounds
 from tests.ports import own_port
+from tests.small_records import small_spec
 
 NEVER = threading.Event()
 
@@ -48,14 +49,9 @@ def launch(nodes: str, *, timeout_s: int = 60, **changes: Any) -> LaunchSpec:
 def job(port: int, **changes: Any) -> JobSpec:
     """Return a job of up to two nodes that meet at a port of this one."""
     settings = {"nodes": "1:2", "nproc_per_node": 1, "last_call_s": 1, "gather_timeout_s": 120, "node_timeout_s": 60}
-    return parse_spec(
-        {
-            "run": "r",
-            "source": {"table": "src.t", "columns": ["x"]},
-            "order": {"batch_size": 4, "key_groups": 4, "steps": 1},
-            "launch": {"script": "x.py", "rendezvous": f"127.0.0.1:{port}", **settings, **changes},
-        },
-        origin="the test",
+    return small_spec(
+        order={"batch_size": 4, "key_groups": 4, "steps": 1},
+        launch={"rendezvous": f"127.0.0.1:{port}", **settings, **changes},
     )
 
 

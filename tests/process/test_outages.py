@@ -12,10 +12,11 @@ from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import CatalogUnreachable
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.retrying import retrying
-from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
+from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.launch_request import OPERATOR, Request
 from dlac_pipeline.supervise.supervisor import Outcome, Supervisor
 from dlac_pipeline.train.startup import open_plans
+from tests.small_records import small_spec
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "train_tiny.py"
 
@@ -24,14 +25,8 @@ def spec_without_catalog(folder: Path) -> JobSpec:
     """Return a job whose catalog is unavailable: a file is in the place of its folder."""
     (folder / "file").touch()
     unavailable = LakehouseConfig(uri=f"sqlite:///{folder}/file/catalog.db", warehouse=f"file://{folder}/warehouse")
-    raw = {
-        "run": "r",
-        "source": {"table": "src.t", "columns": ["x"]},
-        "order": {"batch_size": 32},
-        "launch": {"script": str(PROGRAM)},
-        "lakehouse": unavailable.model_dump(),
-    }
-    return parse_spec(raw, origin="the test").resolved(folder / "home")
+    spec = small_spec(launch={"script": str(PROGRAM)}, lakehouse=unavailable.model_dump())
+    return spec.resolved(folder / "home")
 
 
 def test_manual_start_reports_outage_at_once(tmp_path: Path) -> None:

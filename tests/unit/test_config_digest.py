@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from dlac_pipeline.checkpoint.manifest import Manifest, config_digest, parse_manifest
-from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
+from dlac_pipeline.checkpoint.manifest import config_digest, parse_manifest
+from dlac_pipeline.spec.job_spec import JobSpec
+from tests.small_records import small_manifest, small_spec
 
 
 @pytest.fixture
@@ -22,13 +23,7 @@ def script(tmp_path: Path) -> Path:
 
 def spec(script: Path, **sections: dict[str, Any]) -> JobSpec:
     """Return a job spec with further settings in some sections."""
-    raw: dict[str, Any] = {
-        "run": "r",
-        "source": {"table": "src.t", "columns": ["x"]},
-        "order": {"batch_size": 32},
-        "launch": {"script": str(script)},
-    }
-    return parse_spec({**raw, **{name: {**raw.get(name, {}), **more} for name, more in sections.items()}}, origin="it")
+    return small_spec(**{**sections, "launch": {"script": str(script), **sections.get("launch", {})}})
 
 
 @pytest.mark.parametrize(
@@ -66,22 +61,7 @@ def test_launch_settings_keep_digest(script: Path, sections: dict[str, Any]) -> 
 
 def test_older_manifest_has_no_digest() -> None:
     """A manifest without the field is read, with an empty digest."""
-    manifest = Manifest(
-        ledger_uuid="u",
-        run="r",
-        attempt=1,
-        checkpoint_id="c",
-        parent=None,
-        step=1,
-        world_size=1,
-        engine="torch",
-        leg=0,
-        reader_state=[],
-        files=[],
-        libraries={},
-        ledger_rows=[],
-        config_digest="d",
-    )
+    manifest = small_manifest(config_digest="d")
     content = manifest.to_bytes()
     assert parse_manifest(content, origin="here") == manifest
     raw = json.loads(content)

@@ -16,6 +16,7 @@ from dlac_pipeline.dagster.training_runs import RUNS_JOB, model_key, plan_key
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from examples.demo.local_dagster import SETTINGS
 from jobs import definitions
+from tests.small_records import raw_spec
 
 ON = ("recovery_sensor", "preemption_sensor", "lost_run_sensor")
 OFF_SENSORS = (
@@ -32,12 +33,7 @@ SCHEDULES = {
     "verify_job_schedule": "verify_job",
     "rehearse_job_schedule": "rehearse_job",
 }
-SPEC = {
-    "run": "r",
-    "source": {"table": "src.t", "columns": ["x"]},
-    "order": {"batch_size": 32},
-    "launch": {"script": "/train.py"},
-}
+SPEC = raw_spec(launch={"script": "/train.py"})
 defs = dg.Definitions.merge(
     definitions.defs, TrainingRun(spec=SPEC, owners=["team:t"], source_assets={"src.t": "tokens"}).build_in(Path())
 )

@@ -19,10 +19,10 @@ from dlac_pipeline.lakehouse.errors import (
     error_kind,
 )
 from dlac_pipeline.read.blocks import UnitUnreadable
-from dlac_pipeline.spec.job_spec import parse_spec
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.follower_attempt import AttemptVerdict
 from dlac_pipeline.supervise.supervisor import Supervisor
+from tests.small_records import small_spec
 
 STRANGE = ["", "Lost", "annotations", "ClassVar", "name_of", "ValueError"]
 """Empty, names of another version, names in this module that are no error, and a Python error."""
@@ -52,12 +52,6 @@ def test_error_kind_is_nearest_known_class() -> None:
 @pytest.mark.parametrize("kind", STRANGE)
 def test_foreign_verdict_ends_node_with_message(kind: str) -> None:
     """The leading node has ended the run with an error class that is unknown here."""
-    raw = {
-        "run": "r",
-        "source": {"table": "src.t", "columns": ["x"]},
-        "order": {"batch_size": 32},
-        "launch": {"script": "train.py"},
-    }
     verdict = AttemptVerdict.from_message(asdict(AttemptVerdict(error=(kind, "it was host-3"))))
     with pytest.raises(TrainingFailed, match="it was host-3"):
-        Supervisor(Request(spec=parse_spec(raw, origin="the test")))._conclude(verdict)
+        Supervisor(Request(spec=small_spec()))._conclude(verdict)

@@ -24,6 +24,7 @@ from dlac_pipeline.lakehouse.ledger.typed_rows import (
     QuarantinedCheckpointRow,
     VerifyRow,
 )
+from tests.small_records import small_recovery
 
 PARTS = ("trained", "abandoned", "replayed", "checkpointing", "down", "startup", "idle", "unknown")
 EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
@@ -48,21 +49,9 @@ def checkpoint(at_s: float, step: int, attempt: int = 1, parent: str | None = No
 
 def recovery(failed_s: float, attempt: int, total_s: float = 0.0, outcome: str = "resumed", **facts: Any) -> Recovery:
     """Return the recovery by an attempt of the one before it, or the end of an attempt that was given up."""
-    phases = dict.fromkeys(("detect_s", "stop_s", "claim_s", "verify_s", "load_s", "first_step_s"), 0.0)
-    known: dict[str, Any] = {
-        "resumed_from": "20.1",
-        "resumed_step": 20,
-        "rows_replayed": 0,
-        "replaced_attempt": attempt - 1,
-    }
-    known |= {
-        "cause": "SIGKILL",
-        "noticed_by": "supervisor",
-        "failed_at": moment(failed_s),
-        "total_s": total_s,
-        **phases,
-    }
-    return Recovery(**{"run": "r", "seq": attempt, "attempt": attempt, "outcome": outcome, **known, **facts})
+    known = {"seq": attempt, "attempt": attempt, "replaced_attempt": attempt - 1, "outcome": outcome}
+    known |= {"resumed_from": "20.1", "resumed_step": 20, "failed_at": moment(failed_s), "total_s": total_s}
+    return small_recovery(**{**known, **facts})
 
 
 def committed(rows: Sequence[LedgerRow]) -> list[LedgerRow]:

@@ -14,6 +14,7 @@ from dlac_pipeline.checkpoint.interval import Cost, Failures, Interval, choose_i
 from dlac_pipeline.lakehouse.ledger.recoveries import Recovery
 from dlac_pipeline.lakehouse.ledger.typed_rows import KINDS, LedgerRow
 from dlac_pipeline.spec.job_spec import CheckpointSpec
+from tests.small_records import small_recovery
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 DAY_S = 86_400.0
@@ -31,26 +32,8 @@ def row(kind: str, attempt: int, at_s: float, **values: Any) -> LedgerRow:
 
 def recovery(replaced: int, failed_at_s: float) -> Recovery:
     """Return a recovery from an attempt whose last sign of life was at that time."""
-    return Recovery(
-        run="r",
-        seq=replaced,
-        attempt=replaced + 1,
-        replaced_attempt=replaced,
-        cause="",
-        noticed_by="supervisor",
-        failed_at=START + timedelta(seconds=failed_at_s),
-        resumed_from=None,
-        resumed_step=0,
-        rows_replayed=0,
-        outcome="resumed",
-        detect_s=0.0,
-        stop_s=0.0,
-        claim_s=0.0,
-        verify_s=0.0,
-        load_s=0.0,
-        first_step_s=0.0,
-        total_s=0.0,
-    )
+    failed_at = START + timedelta(seconds=failed_at_s)
+    return small_recovery(seq=replaced, attempt=replaced + 1, replaced_attempt=replaced, failed_at=failed_at)
 
 
 def lost_share(interval_s: float, cost_s: float, mtbf_s: float) -> float:

@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from dlac_pipeline.checkpoint.manifest import FileEntry, Manifest, content_digest, parse_manifest, verify_files
+from dlac_pipeline.checkpoint.manifest import FileEntry, content_digest, parse_manifest, verify_files
 from dlac_pipeline.checkpoint.restore.foreign import foreign_checkpoint
 from dlac_pipeline.checkpoint.restore.verified_copy import restore
 from dlac_pipeline.checkpoint.store import Tiers
 from dlac_pipeline.lakehouse.errors import CheckpointDamaged, SpecInvalid
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
 from dlac_pipeline.lakehouse.store_files import StoreFiles, file_digest
+from tests.small_records import small_manifest
 
 BAD_PATHS: list[Any] = [
     "",
@@ -45,29 +46,10 @@ BAD_PATHS: list[Any] = [
 ]
 
 
-def manifest_with(*entries: FileEntry) -> Manifest:
-    """Return a manifest of these files."""
-    return Manifest(
-        ledger_uuid="u",
-        run="r",
-        attempt=1,
-        checkpoint_id="c",
-        parent=None,
-        step=1,
-        world_size=1,
-        engine="torch",
-        leg=0,
-        reader_state=[],
-        files=list(entries),
-        libraries={},
-        ledger_rows=[],
-    )
-
-
 @pytest.mark.parametrize("path", BAD_PATHS)
 def test_path_elsewhere_is_damage(path: Any) -> None:
     """A manifest that names a file outside its folder is refused before a read or write."""
-    content = manifest_with(FileEntry(path=path, bytes=1, digest="d")).to_bytes()
+    content = small_manifest(FileEntry(path=path, bytes=1, digest="d")).to_bytes()
     with pytest.raises(CheckpointDamaged, match="below the manifest's folder"):
         parse_manifest(content, origin="m")
 
@@ -76,7 +58,7 @@ def test_path_named_twice_is_damage() -> None:
     """Two entries of one path would be written at the same time."""
     twice = [FileEntry(path="a", bytes=1, digest="d")] * 2
     with pytest.raises(CheckpointDamaged, match="distinct"):
-        parse_manifest(manifest_with(*twice).to_bytes(), origin="m")
+        parse_manifest(small_manifest(*twice).to_bytes(), origin="m")
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff", b"[]", b"null", b"{}", b'{"format_version": 1}'])
@@ -89,7 +71,7 @@ def test_other_content_is_damage(content: bytes) -> None:
 def test_paths_below_are_read() -> None:
     """Subfolders and odd characters are allowed."""
     entries = [FileEntry(path=path, bytes=1, digest="d") for path in ("a", "b/c.pt", "b/..d", "é e")]
-    assert parse_manifest(manifest_with(*entries).to_bytes(), origin="m").files == entries
+    assert parse_manifest(small_manifest(*entries).to_bytes(), origin="m").files == entries
 
 
 def checkpoint_in(folder: Path) -> tuple[CheckpointRow, FileEntry]:
@@ -98,7 +80,7 @@ def checkpoint_in(folder: Path) -> tuple[CheckpointRow, FileEntry]:
     (at / "part").mkdir(parents=True)
     (at / "part" / "state").write_bytes(b"weights")
     entry = FileEntry(path="part/state", bytes=7, digest=file_digest(at / "part" / "state"))
-    content = manifest_with(entry).to_bytes()
+    content = small_manifest(entry).to_bytes()
     (at / "manifest.json").write_bytes(content)
     return CheckpointRow(manifest_uri=(at / "manifest.json").as_uri(), manifest_digest=content_digest(content)), entry
 
@@ -109,12 +91,12 @@ def test_link_out_is_damage(tmp_path: Path, linked: str) -> None:
     row, entry = checkpoint_in(tmp_path / "store")
     folder = tmp_path / "store" / "r" / "attempt-0001" / "step-1"
     files = StoreFiles(deadline_s=0)
-    verify_files(manifest_with(entry), str(folder), files)
+    verify_files(small_manifest(entry), str(folder), files)
     (tmp_path / "elsewhere").mkdir()
     (folder / linked).rename(tmp_path / "elsewhere" / "moved")
     (folder / linked).symlink_to(tmp_path / "elsewhere" / "moved")
     with pytest.raises(CheckpointDamaged, match="symbolic link"):
-        verify_files(manifest_with(entry), folder.as_uri(), files)
+        verify_files(small_manifest(entry), folder.as_uri(), files)
     tiers = Tiers(run="r", local=tmp_path / "store", store=None, files=files)
     with pytest.raises(CheckpointDamaged, match="symbolic link"):
         restore(row, tiers)
@@ -203,7 +185,7 @@ def test_no_file_is_damage(tmp_path: Path, put: Callable[[Path], None]) -> None:
     folder = tmp_path / "attempt-0001" / "step-000000001-c"
     (folder / "parts").mkdir(parents=True)
     put(folder / "parts" / "state.pt")
-    manifest = manifest_with(FileEntry(path="parts/state.pt", bytes=4, digest="0" * 64))
+    manifest = small_manifest(FileEntry(path="parts/state.pt", bytes=4, digest="0" * 64))
     began = time.monotonic()
     with pytest.raises(CheckpointDamaged, match=r"state\.pt"):
         verify_files(manifest, folder.as_uri(), StoreFiles(deadline_s=30.0))

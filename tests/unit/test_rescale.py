@@ -12,11 +12,11 @@ import pytest
 
 from dlac_pipeline.checkpoint.step_sync import RankReport, StepSync
 from dlac_pipeline.elastic.ranks.launch_folder import notice_file, room_file
-from dlac_pipeline.spec.job_spec import parse_spec
 from dlac_pipeline.spec.launch_spec import NODES
 from dlac_pipeline.supervise.ranks.rank_events import EventWriter
 from dlac_pipeline.supervise.start.resume_point import FreshStart
 from dlac_pipeline.train.checkpoint_policy import CheckpointPolicy
+from tests.small_records import small_spec
 
 HOUR_S = 3600.0
 POINT = FreshStart(attempt=1, nonce="n", replaces=0, leg="{}", leg_is_new=True)
@@ -25,10 +25,9 @@ POINT = FreshStart(attempt=1, nonce="n", replaces=0, leg="{}", leg_is_new=True)
 @pytest.fixture
 def when(tmp_path: Path) -> Iterator[CheckpointPolicy]:
     """Yield the policy of rank 0, in a job for up to two nodes."""
-    launch = {"script": "x", "nodes": "1:2", "rendezvous": "host:1", "grace_s": 25.0}
-    order = {"batch_size": 4, "key_groups": 4, "steps": 1}
-    raw = {"run": "r", "source": {"table": "src.t", "columns": ["x"]}, "order": order, "launch": launch}
-    policy_of_rank_0 = CheckpointPolicy(parse_spec(raw, origin="the test"), 0, tmp_path, EventWriter(tmp_path, 0))
+    launch = {"nodes": "1:2", "rendezvous": "host:1", "grace_s": 25.0}
+    spec = small_spec(order={"batch_size": 4, "key_groups": 4, "steps": 1}, launch=launch)
+    policy_of_rank_0 = CheckpointPolicy(spec, 0, tmp_path, EventWriter(tmp_path, 0))
     policy_of_rank_0.resumed(POINT, Mock())
     yield policy_of_rank_0
     policy_of_rank_0.close()

@@ -22,6 +22,7 @@ from dlac_pipeline.operations.status import current_failure, standing_of
 from dlac_pipeline.spec.launch_request import OPERATOR
 from dlac_pipeline.supervise.liveness.run_lock import run_lock
 from dlac_pipeline.supervise.supervisor import Outcome
+from tests.small_records import small_recovery
 
 LONG = "team-nlp.llama-continual-pretraining-2026-11-23-with-a-very-long-name-of-a-run"
 LONG_AGO = datetime.now(UTC) - timedelta(hours=3)
@@ -126,16 +127,8 @@ def test_stop_without_checkpoint_is_known(tmp_path: Path) -> None:
 def recovery(**changes: Any) -> Recovery:
     """Return a recovery from the death of a rank."""
     phases = {"detect_s": 0.4, "stop_s": 0.1, "claim_s": 0.2, "verify_s": 0.3, "load_s": 2.0, "first_step_s": 1.0}
-    facts = {
-        "run": "r",
-        "seq": 9,
-        "attempt": 2,
-        "replaced_attempt": 1,
-        "cause": "rank 1 died",
-        "noticed_by": "supervisor",
-    }
-    more = {"failed_at": LONG_AGO, "resumed_from": "r-10", "resumed_step": 10, "rows_replayed": 1, "outcome": "resumed"}
-    return Recovery(**{**facts, **more, **phases, "total_s": 4.0, **changes})
+    facts = {"seq": 9, "cause": "rank 1 died", "failed_at": LONG_AGO, "resumed_from": "r-10", "resumed_step": 10}
+    return small_recovery(**{**facts, **phases, "rows_replayed": 1, "total_s": 4.0, **changes})
 
 
 def test_gave_up_is_not_dead() -> None:
