@@ -25,9 +25,9 @@ _CAMPAIGNS = 2
 _WAITING = (
     "tests/faults/",
     "campaign",
-    "tests/unit/test_distributed_verify",
-    "tests/unit/test_membership",
-    "tests/unit/test_store_sockets",
+    "tests/process/test_distributed_verify",
+    "tests/process/test_membership",
+    "tests/process/test_store_sockets",
 )
 """Beginnings of the groups whose tests mostly wait, for training processes or for time limits."""
 _ROOT = Path(__file__).parents[1]

@@ -381,7 +381,7 @@ def test_unwritable_journal_fails_no_commit(arena: Arena, caplog: pytest.LogCapt
     """What the journal cannot take is logged once, and written by the next claim."""
     arena.table()
     spec = arena.spec("r", world_size=1, passes=1)
-    arena.monkeypatch.setattr(journals, "_WARNED", set())
+    arena.monkeypatch.setattr(journals, "WARNED", set())
     journal_of(arena).parent.mkdir()
     journal_of(arena).write_text("a file in the place of the folder")
     arena.train(spec, until=45)

@@ -31,7 +31,7 @@ def test_shared_lakehouse_is_one_group() -> None:
     assert (
         group_of("tests/integration/test_audit.py") == group_of("tests/integration/test_audit_tampering.py") == "lake"
     )
-    assert group_of("tests/unit/test_scheduling.py") == "tests/unit/test_scheduling.py"
+    assert group_of("tests/process/test_scheduling.py") == "tests/process/test_scheduling.py"
 
 
 def test_campaign_modules_are_two_groups() -> None:

@@ -144,12 +144,12 @@ def test_unlistable_store_is_swept_later(store: Store, monkeypatch: pytest.Monke
 
 def test_failing_takes_no_commit_long(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """If each failure is slow, as with an unavailable store, the rest waits for the next checkpoint."""
-    monkeypatch.setattr(retentions, "_FAILING_S", 0.0)
+    monkeypatch.setattr(retentions, "FAILING_S", 0.0)
     retention = store.retention(2)
     store.stuck = {0, 1}
     retention.sweep()
     assert store.tries == 0
-    monkeypatch.setattr(retentions, "_FAILING_S", 10.0)
+    monkeypatch.setattr(retentions, "FAILING_S", 10.0)
     store.stuck = {0}
     retention.committed(store.row(2), [])
     wait_for_removals()

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import mmap
-import shutil
-import threading
 from collections import Counter
-from contextlib import suppress
-from pathlib import Path
 
 import pytest
 
 from benchmarks.soak_faults.account import journal
 from benchmarks.soak_faults.choosing import KINDS, choose
 from benchmarks.soak_faults.page import page_of
-from benchmarks.soak_faults.store import full, mounted
 from benchmarks.soak_faults.strikes import STRIKES
 from dlac_pipeline.extensions.chaos.facts import PHASES, last_before
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow
@@ -58,31 +52,6 @@ def test_notice_belongs_to_last_fault() -> None:
     """A notice before the first fault belongs to none, and a notice at the moment of a fault belongs to that fault."""
     struck = [(10.0, 3), (20.0, 5)]
     assert [last_before(struck, moment) for moment in (9.9, 10.0, 19.0, 25.0)] == [None, 3, 3, 5]
-
-
-def test_full_store_has_no_free_byte(tmp_path: Path) -> None:
-    """The store is full even if others write while it is filled. All space is free again afterwards."""
-    store, ended, size = tmp_path / "store", threading.Event(), 25 * mmap.PAGESIZE
-
-    def write() -> None:
-        while not ended.is_set():
-            with suppress(OSError):
-                (store / "other").write_bytes(bytes(size))
-
-    with mounted(store, size_mb=32) as can_fill:
-        if not can_fill:
-            pytest.skip("mounting a tmpfs is not permitted here")
-        writer = threading.Thread(target=write)
-        writer.start()
-        try:
-            with full(store):
-                assert shutil.disk_usage(store).free <= size  # a rewrite frees this much first
-        finally:
-            ended.set()
-            writer.join()
-        with full(store), pytest.raises(OSError, match="No space left"):
-            (store / "more").write_bytes(bytes(10))
-        (store / "more").write_bytes(bytes(1_000_000))
 
 
 def test_journal_counts_attempt_of_checkpoint() -> None:
