@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dlac_pipeline.supervise.claim import ResumePoint
-
 from dlac_pipeline.checkpoint.memory import states
 from dlac_pipeline.checkpoint.memory.states import RankState, Trained
 from dlac_pipeline.spec.job_spec import JobSpec
+from dlac_pipeline.supervise.start.resume_point import FreshStart, FromMemory, ResumePoint
+from tests.resume_points import memory_point
 from tests.small_records import small_spec
 
 HERE = "127.0.0.1"
@@ -67,10 +67,18 @@ def keep(folder: Path, part: RankState, *, slot: int = 0) -> None:
     states.write_seal(place, part.rank, states.pack_seal(part))
 
 
-def point_of(state: states.MemoryState | None = None) -> ResumePoint:
-    """Return the resume point of attempt 3, in a memory state or in none."""
-    point = ResumePoint(attempt=3, nonce="c", leg="{}", leg_is_new=False)
-    if state is None:
-        return point
+def fresh_start() -> FreshStart:
+    """Return the resume point of attempt 3 at no state."""
+    return FreshStart(attempt=3, nonce="c", leg="{}", leg_is_new=False)
+
+
+def point_of(state: states.MemoryState) -> FromMemory:
+    """Return the resume point of attempt 3 at a state in memory."""
     first = state.first
-    return replace(point, step=first.step, memory_of=2, folder=str(state.folder), world_size=first.world_size)
+    return memory_point(step=first.step, folder=str(state.folder), world_size=first.world_size)
+
+
+def folder_in(point: ResumePoint | None) -> Path:
+    """Return the folder of a resume point at a state in memory."""
+    assert isinstance(point, FromMemory)
+    return Path(point.folder)

@@ -121,7 +121,7 @@ def _weights(engine: object) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def own_part(parameter: Any) -> Any:
-    """Return what this rank has of a parameter, without padding: all of it, a shard of FSDP2, or a partition of ZeRO 3."""
+    """Return this rank's part of a parameter, without padding: all of it, a shard of FSDP2, or a partition of ZeRO 3."""
     partition = getattr(parameter, "ds_tensor", None)
     if partition is None:
         tensor = parameter.detach()

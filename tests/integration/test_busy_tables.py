@@ -123,10 +123,13 @@ def test_expiry_that_races_with_a_pin(lakehouse: Lakehouse, monkeypatch: pytest.
         hold(lakehouse, "src.t", snapshot, "tag")
 
 
-def test_new_columns_beside_busy_writers(lakehouse: Lakehouse, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("table", "column"), [("recoveries", "work_lost_s"), ("consumption", "claim.origin")])
+def test_new_columns_beside_busy_writers(
+    lakehouse: Lakehouse, monkeypatch: pytest.MonkeyPatch, table: str, column: str
+) -> None:
     """Columns that a table of an older version lacks are added at its first use, if other writers let it ever commit."""
-    with lakehouse.own("recoveries").update_schema() as update:
-        update.delete_column("work_lost_s")
+    with lakehouse.own(table).update_schema() as update:
+        update.delete_column(tuple(column.split(".")))
     losing(monkeypatch, repeat(True))
     monkeypatch.setattr("dlac_pipeline.lakehouse.iceberg.connect.retrying", partial(retrying, 0.5))
     with pytest.raises(CommitConflict):

@@ -146,21 +146,6 @@ def test_an_earlier_demo_is_emptied(tmp_path: Path) -> None:
     assert [path.name for path in home.iterdir()] == [MARKER]
 
 
-def test_the_demo_without_dagster_names_the_extra(monkeypatch: pytest.MonkeyPatch, here: Command) -> None:
-    """Without Dagster, one error names the command that installs it."""
-    monkeypatch.setitem(sys.modules, "dagster", None)
-    done = here("demo")
-    assert done.returncode == 64
-    assert 'pip install "dlac-pipeline[dagster]"' in done.stderr
-
-
-@pytest.mark.soak
-def test_the_demo_explains_its_own_options() -> None:
-    """`dlac demo --help` is the demo's help."""
-    with Forked([str(DLAC), "demo", "--help"], stdout=subprocess.PIPE, text=True) as shown:
-        assert "--report" in shown.communicate()[0]
-
-
 def test_the_version_is_that_of_the_package(here: Command) -> None:
     """`dlac --version` prints it."""
     assert here("--version").stdout == f"dlac {version('dlac-pipeline')}\n"
@@ -238,8 +223,8 @@ def test_unwritable_output_is_one_line(arena: Arena, more: tuple[str, ...]) -> N
 
 
 def test_a_folder_is_no_file_of_weights(arena: Arena) -> None:
-    """`dlac identify` refuses a folder in one line."""
-    done = dlac("identify", str(arena.home), home=arena.home)
+    """`dlac checkpoint identify` refuses a folder in one line."""
+    done = dlac("checkpoint", "identify", str(arena.home), home=arena.home)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
 

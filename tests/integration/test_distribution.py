@@ -138,14 +138,6 @@ def test_own_workspace_is_valid_anywhere(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.soak
-def test_demo_needs_checkout(fresh: Path, tmp_path: Path) -> None:
-    """An installed package has no demo. The demo of a checkout comes from the checkout, not from the working directory."""
-    refused = run(tmp_path, fresh / "dlac", "demo")
-    assert (refused.returncode, "expected a checkout" in refused.stderr) == (64, True), refused.stderr
-    assert "--report" in run(tmp_path, _DLAC, "demo", "--help").stdout
-
-
 def test_audits_import_no_torch(tmp_path: Path) -> None:
     """Commands that only read the lakehouse start without torch, deepspeed and Dagster."""
     with tarfile.open(_ROOT / "tests" / "lakehouses" / "format-1.tar.xz") as archive:

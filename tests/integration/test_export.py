@@ -232,7 +232,7 @@ def test_weights_load_into_the_bare_model(tmp_path: Path, model: Callable[[], An
 
 @pytest.mark.soak
 def test_the_command_line_exports_and_asks(arena: Arena) -> None:
-    """`dlac export` writes, `dlac identify` names the checkpoint, and a file that was never exported is refused."""
+    """`dlac checkpoint export` writes, `dlac checkpoint identify` names the checkpoint, and refuses another file."""
     arena.table(appends=(320,))
     spec = arena.spec("r", world_size=1, passes=1)
     arena.train(spec)

@@ -397,7 +397,7 @@ def test_each_alternative_needs_its_keys(arena: Arena) -> None:
 
 
 def test_whole_table_is_forgotten(arena: Arena) -> None:
-    """A run that would have no row left does not stop other runs. The answer names `dlac retire` for it."""
+    """A run that would have no row left does not stop other runs. The answer names `dlac checkpoint retire` for it."""
     arena.table(appends=(64,))
     spec = small(arena, "r")
     arena.train(spec)

@@ -197,7 +197,7 @@ def test_unrelated_checkpoints_are_retired(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_the_command_line_lists_and_verifies(arena: Arena) -> None:
-    """`dlac checkpoints` lists the existing checkpoints. `dlac verify` names the file that differs from the committed one."""
+    """`dlac checkpoint list` lists the existing checkpoints. `dlac checkpoint verify` names the file that differs."""
     arena.table(appends=(500,))
     arena.train(arena.spec("r", world_size=1, passes=1, every_steps=5, keep_last=2))
     listed = json.loads(dlac("checkpoint", "list", "r", "--json", home=arena.home).stdout)
@@ -267,7 +267,7 @@ def two_attempts(arena: Arena) -> JobSpec:
 
 @pytest.mark.soak
 def test_removed_attempt_folder_is_not_lost_store(arena: Arena) -> None:
-    """`dlac verify` beside a live run skips checkpoints that the run retires at the same time, even an attempt's last one."""
+    """`dlac checkpoint verify` beside a live run skips checkpoints that the run retires then, even an attempt's last one."""
     spec = two_attempts(arena)
     verdicts = verify_checkpoints(arena.lakehouse, "r")
     assert next(verdicts).checkpoint.step == 20

@@ -371,7 +371,7 @@ def test_mixture_excludes_named_source_rows(arena: Arena) -> None:
 
 @pytest.mark.soak
 def test_abandoned_checkpoints_stay_until_retired(arena: Arena) -> None:
-    """The target ages with its new branch. The abandoned branch stays and is listed until `dlac retire` removes it."""
+    """The target ages with its new branch. The abandoned branch stays and is listed until `dlac checkpoint retire` removes it."""
     arena.table()
     spec = arena.spec("r", world_size=1, passes=1, keep_last=2)
     arena.train(spec, until=55)

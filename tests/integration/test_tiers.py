@@ -61,7 +61,7 @@ def file_of(folder: Path, step: int, name: str = "torch-state.pt") -> Path:
 
 
 def test_store_has_all_and_local_newest(arena: Arena, spec: JobSpec) -> None:
-    """Copies of the newest two stay here, and `dlac checkpoints` names them. Logs and locks are stored here alone."""
+    """Copies of the newest two stay here, and `dlac checkpoint list` names them. Logs and locks are stored here alone."""
     arena.train(spec)
     near, far = arena.home / "near", arena.home / "far"
     assert steps(far) == [5, 10, 15]
@@ -135,7 +135,7 @@ def test_shared_local_folder_is_mended_once(arena: Arena, spec: JobSpec, monkeyp
 
 
 def test_a_whole_local_copy_needs_no_store(arena: Arena, spec: JobSpec) -> None:
-    """With the store's copy damaged, a restart here loads the local copy. `dlac verify` names the damaged file."""
+    """With the store's copy damaged, a restart here loads the local copy. `dlac checkpoint verify` names the damaged file."""
     arena.train(spec, until=8)
     damaged = file_of(arena.home / "far", 5)
     flip(damaged)

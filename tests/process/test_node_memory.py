@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dlac_pipeline.supervise.claim import ResumePoint
 
 from dlac_pipeline.checkpoint.memory import states, transfer
 from dlac_pipeline.checkpoint.memory.states import Part
@@ -27,7 +26,7 @@ from dlac_pipeline.supervise.memory.node_memory import NodeMemory
 from dlac_pipeline.supervise.memory.server import MemoryServer, WriteTurn
 from dlac_pipeline.supervise.start.resume_point import ResumePoint, resume_point_of
 from tests.conftest import wait_until
-from tests.memory_states import HERE, OWN, keep, part_of, point_of, spec_of
+from tests.memory_states import HERE, OWN, folder_in, fresh_start, keep, part_of, point_of, spec_of
 
 KEY = key_of("a secret of two nodes", "r@ledger")
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from tests.unit.test_node_memory import fresh_start, keep, part_of, spec_of
 
 from dlac_pipeline.checkpoint.commit.local_copies import LocalCopies
 from dlac_pipeline.checkpoint.memory import states
@@ -28,7 +27,7 @@ from dlac_pipeline.supervise.memory.node_memory import NodeMemory
 from dlac_pipeline.supervise.memory.server import home_of
 from dlac_pipeline.supervise.ranks.rank_logs import cut_middle
 from dlac_pipeline.supervise.ranks.start_ranks import forget_launches
-from tests.memory_states import keep, part_of, spec_of
+from tests.memory_states import fresh_start, keep, part_of, spec_of
 from tests.unit.test_memory_saves import Rank
 
 _STRANGER = 65_534

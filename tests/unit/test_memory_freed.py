@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.test_node_memory import OWN, keep, part_of, spec_of
 
 from dlac_pipeline.checkpoint.engines import TorchState
 from dlac_pipeline.checkpoint.memory import states

@@ -12,7 +12,6 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from tests.unit.test_node_memory import fresh_start, spec_of
 
 from dlac_pipeline.checkpoint.collectives import RankTree
 from dlac_pipeline.checkpoint.engines import TorchState
@@ -21,7 +20,7 @@ from dlac_pipeline.checkpoint.step_sync import RankReport, StepSync
 from dlac_pipeline.elastic.ranks.rank import LAUNCH_VARIABLE
 from dlac_pipeline.track.tracker import ReaderStateTracker
 from dlac_pipeline.train.memory_saves import MemorySaves
-from tests.memory_states import spec_of
+from tests.memory_states import fresh_start, spec_of
 
 SYNC = StepSync(step=1, losses=[0.5], memory_copied=True)
 

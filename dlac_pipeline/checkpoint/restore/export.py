@@ -43,7 +43,7 @@ _DESCRIPTIONS = (
 )
 """Names of further files that describe a model and its tokenizer."""
 SHARD_BYTES = 5_000_000_000
-"""Of one file of a folder, as Hugging Face's libraries divide a model."""
+"""Most bytes of a file in a folder, as Hugging Face's libraries divide a model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,7 +14,7 @@ from dlac_pipeline.elastic.ranks.this_process import this_process
 
 _STORE_TIMEOUT = timedelta(seconds=300)
 SERVED_STORES: list[TCPStore] = []
-"""The stores that this process serves. PyTorch uses such a store as its own while it is kept."""
+"""The stores that this process serves. PyTorch uses such a store while it is kept."""
 
 
 def join() -> None:
@@ -65,7 +65,8 @@ def serve_group_store() -> None:
 
     Nothing is served where torchrun serves a store, and where MASTER_ADDR is another node. Raises as `listen_at`.
     """
-    is_first = os.environ.get("RANK") == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    this = this_process()
+    is_first = this.has_rank and this.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     if not is_first or dist.is_initialized() or SERVED_STORES or "MASTER_PORT" not in os.environ:
         return
     address = own_address(os.environ.get("MASTER_ADDR", ""))

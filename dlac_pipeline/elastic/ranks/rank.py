@@ -96,8 +96,8 @@ def _prepare(script: str, arguments: tuple[str, ...]) -> None:
         os.dup2(nothing.fileno(), 0)
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-    of_group = f" group {os.environ[GROUP_VARIABLE]}" if GROUP_VARIABLE in os.environ else ""
-    setproctitle(f"dlac {os.environ[RUN_VARIABLE]}{of_group} rank {os.environ['RANK']}/{os.environ['WORLD_SIZE']}")
+    of_group = "" if this.group is None else f" group {this.group}"
+    setproctitle(f"dlac {os.environ[RUN_VARIABLE]}{of_group} rank {this.rank}/{this.world_size}")
     reason_file(folder, rank).write_bytes(b" " * RESERVED_BYTES)
     pid_file(folder, rank).write_text(str(os.getpid()))
     _be_a_new_python(script, arguments)
@@ -196,7 +196,7 @@ def leave_reason(err: BaseException) -> None:
         reason["kind"] = error_kind(err)
         reason["message"] = mask_secrets(text_of(err))[: RESERVED_BYTES // 8]
         reason["detail"] = mask_setting("", json.loads(json.dumps(getattr(err, "detail", {}), default=repr)))
-    with reason_file(folder, global_rank()).open("r+b") as stream:
+    with reason_file(folder, this_process().rank_of_all).open("r+b") as stream:
         stream.write(_fit(reason).ljust(RESERVED_BYTES))
 
 

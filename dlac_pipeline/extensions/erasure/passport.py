@@ -17,6 +17,7 @@ import numpy.typing as npt
 from blake3 import blake3
 
 from dlac_pipeline.audit.lakehouse_sql import open_audit, rows_of, sql_script
+from dlac_pipeline.checkpoint.listing import checkpoint_of_file
 from dlac_pipeline.checkpoint.manifest import content_digest
 from dlac_pipeline.extensions.erasure.xor_filter import XorFilter
 from dlac_pipeline.lakehouse.durable_io import write_durably
@@ -84,11 +85,8 @@ def write_passport(lakehouse: Lakehouse, export: Path) -> Passport | None:
         identities=tuple(sorted((each["salt"], each["identity"]) for each in pairs)),
         incomplete=tuple(reasons),
     )
-    made = XorFilter.of(keys)
-    facts = {"format_version": _FORMAT, "seed": made.seed, **asdict(passport)}
-    table = made.table.tobytes()
-    content = json.dumps({**facts, "digest": digest_of_passport(facts, table)}).encode() + b"\n" + table
-    path = passport_of(exported.path)
+    content = _content(passport, XorFilter.of(keys))
+    path = passport_of(export)
     row = ExportRow(
         checkpoint_id=passport.checkpoint_id,
         digest=content_digest(content),
@@ -99,6 +97,24 @@ def write_passport(lakehouse: Lakehouse, export: Path) -> Passport | None:
     record_exports(Ledger(lakehouse), passport.run, [row])
     write_durably(path, content)
     return passport
+
+
+def _exported_files(lakehouse: Lakehouse, export: Path) -> dict[str, dict[str, Any]]:
+    """Return what the ledger has of each file of weights of an export, by name. A folder has several, and an index."""
+    paths = sorted(export.glob("*.safetensors*")) if export.is_dir() else [export]
+    files = {path.name: checkpoint_of_file(lakehouse, path) for path in paths}
+    found = sorted({each["checkpoint_id"] for each in files.values()})
+    if len(found) != 1:
+        raise SpecInvalid(
+            f"expected the weights of one checkpoint in {str(export)!r}, found {found!r}: export one into a folder of its own"
+        )
+    return files
+
+
+def _content(passport: Passport, made: XorFilter) -> bytes:
+    facts = {"format_version": _FORMAT, "seed": made.seed, **asdict(passport)}
+    table = made.table.tobytes()
+    return json.dumps({**facts, "digest": digest_of_passport(facts, table)}).encode() + b"\n" + table
 
 
 def digest_of_passport(facts: dict[str, Any], table: bytes) -> str:

@@ -42,6 +42,8 @@ _COLUMN_BYTES = 1 << 10
 """Estimated memory of a column of a small table in addition to its values: Arrow's objects, and buffers of 64 bytes."""
 _MANIFESTS = 4096
 PARQUET = ds.ParquetFileFormat()
+_WRITING: Any = {"compression": "zstd", "use_dictionary": False, "store_schema": False}
+"""Options of a small file."""
 _FILES: dict[str, list[DataFile]] = {}
 """The data files of manifests, which never change, by path. The first ones are forgotten first."""
 _Key = tuple[str, int, str, tuple[str, ...]]

@@ -158,7 +158,7 @@ _CLASSES = {
     "bigquery": "pyiceberg.catalog.bigquery_metastore.BigQueryMetastoreCatalog",
 }
 REST_TIMEOUT_S = (10.0, 60.0)
-"""To connect, and between two pieces of an answer."""
+"""Seconds to connect, and between two pieces of an answer."""
 POSTGRES_TIMEOUTS = {"idle_in_transaction_session_timeout": "30s", "lock_timeout": "20s"}
 """Limits for a client that holds a row and does nothing, and for the wait for a row that another client holds."""
 _LIMIT_LOCKS = text(

@@ -14,7 +14,7 @@ _LOOKS_PER_STATE = 20
 """Looks for a new state in the time between two."""
 _LEAST_LOOK_S, _MOST_LOOK_S = 0.005, 0.05
 _SLOWER = 1.05
-"""Factor of the time between two looks of which one found nothing."""
+"""Factor of the time between two looks after one that found nothing."""
 RETRY_S = 0.1
 LATER_S = 30.0
 """Seconds between two tries while the ranks do not wait for copies."""
