@@ -19,12 +19,11 @@ from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, Exclusion, 
 from dlac_pipeline.lakehouse.store_files import StoreFiles
 from dlac_pipeline.operations.branch_checks import check_branch, check_files, first_checkpoint, seen_before
 from dlac_pipeline.plan.legs.choice import check_sources
-from dlac_pipeline.plan.legs.committed_leg import first_leg_of, leg_of
+from dlac_pipeline.plan.legs.committed_leg import first_leg_of, leg_of, planned
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.ranks.listener_process import WENT_BACK, report_command
-from dlac_pipeline.supervise.start.resolve import planned
 
 
 def rewind_run(

@@ -17,6 +17,7 @@ from dlac_pipeline.lakehouse.ledger.plans import PlanRow, find_plan, get_plan, r
 from dlac_pipeline.lakehouse.registration.register import check_registered
 from dlac_pipeline.lakehouse.source_names import split_identifier
 from dlac_pipeline.plan.units import UnitTable
+from dlac_pipeline.spec.job_spec import SourceSpec
 
 _log = logging.getLogger(__name__)
 
@@ -110,6 +111,16 @@ class Plans:
             row = self.row(plan_id)
             self._plans[plan_id] = Plan(row=row, units=unit_table(read_units(self.lakehouse, row)))
         return self._plans[plan_id]
+
+
+def is_plan_of(source: SourceSpec, row: PlanRow) -> bool:
+    """Return whether a plan is of the table, rows and columns that a source requests."""
+    return (
+        (row.source_table, row.row_filter) == (source.table, source.planned_filter)
+        and json.loads(row.columns) == source.columns
+        and json.loads(row.exclude) == source.exclude
+        and source.snapshot_id in (None, row.snapshot_id)
+    )
 
 
 def unit_table(units: pa.Table) -> UnitTable:

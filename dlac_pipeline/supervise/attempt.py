@@ -11,17 +11,13 @@ from pathlib import Path
 
 from dlac_pipeline.elastic.round import RESUME, Round
 from dlac_pipeline.lakehouse.errors import LeftUnfinished
-from dlac_pipeline.lakehouse.ledger.commits import new_nonce
 from dlac_pipeline.lakehouse.ledger.older_ledger import LedgerWatch
-from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.supervise.attempt_state import AttemptMachine, AttemptState, Decision, Observation
-from dlac_pipeline.supervise.distributed_verify import NodeVerifiers
 from dlac_pipeline.supervise.failure import (
     STOPPED_FILE,
     Failure,
     end_ranks,
-    failure_of_attempt,
     first_cause,
     planned_end,
     stuck_rank,
@@ -31,10 +27,9 @@ from dlac_pipeline.supervise.ranks.all_ranks import AllRanks
 from dlac_pipeline.supervise.ranks.local_ranks import Exit
 from dlac_pipeline.supervise.ranks.rank_events import Ending, Event, EventReader, ending_of
 from dlac_pipeline.supervise.ranks.start_ranks import spec_for, start_local_ranks, write_resume_point
-from dlac_pipeline.supervise.start.claim import ClaimRequest
-from dlac_pipeline.supervise.start.resolve import ResumeOptions
+from dlac_pipeline.supervise.start.request import ClaimRequest, ResumeOptions
 from dlac_pipeline.supervise.start.resume_point import FromMemory, ResumePoint
-from dlac_pipeline.supervise.start.start_attempt import start_attempt
+from dlac_pipeline.supervise.start.supervised_start import SupervisedStart
 from dlac_pipeline.supervise.supervision import Supervision
 
 POLL_S = 0.05
@@ -74,17 +69,20 @@ class SupervisedAttempt:
         self._round = round_
         self._spec = spec_for(supervision.spec, round_)
         self._lakehouse = supervision.lakehouse
-        self._options = options
-        self._replaces = replaces
         self._retry = supervision.retrying(replaces=replaces)
-        self._failure = failure
-        self._nonce = new_nonce()
+        request = ClaimRequest(
+            replaces=replaces,
+            options=options,
+            launched_by=supervision.request.launched_by,
+            from_memory=failure is None or not failure.lost_memory,
+        )
+        self._nonce = request.nonce
+        self._start = SupervisedStart(supervision, self._spec, round_, request, failure)
         self.folder = Path(self._spec.checkpoint.local) / self._spec.run / f"launch-{self._nonce}"
         self._machine = AttemptMachine(has_others=bool(round_.others))
         self._monitor = AttemptMonitor(supervision.recorder, self._spec.launch, self._publish)
         self._events = EventReader(self.folder)
         self._verified = (0, -1)
-        self._started_at = time.time()
         self._drains_since = 0.0
         self._ending: Ending | None = None
         """The ending that rank 0 has reported."""
@@ -132,45 +130,11 @@ class SupervisedAttempt:
         return "stopped"
 
     def _claim(self) -> ResumePoint:
-        current = None
-        # Fixed before the first try, so that a launch that claims between two tries is not fenced off.
-        if self._replaces is None:
-            current = self._retry(self._supervision.ledger.state, self._spec.run).fence.attempt
-        found = self._supervision.memory.find(self._round)
-        request = ClaimRequest(
-            nonce=self._nonce,
-            replaces=self._replaces,
-            current=current,
-            options=self._options,
-            launch_folder=str(self.folder),
-            launched_by=self._supervision.request.launched_by,
-            from_memory=self._failure is None or not self._failure.lost_memory,
-            find_states=found.read,
-        )
-        point: ResumePoint = self._retry(
-            start_attempt,
-            self._supervision.plans,
-            self._spec,
-            request,
-            verifying=self._report_verification,
-            verify=NodeVerifiers(self._round, least_bytes=self._spec.launch.verify_together_mb * 2**20).verify,
-            stop=self._supervision.stop,
-            on_claim=self._supervision.starter.import_agent,
-        )
-        failure = self._failure
-        if failure is None and point.replaces > 0:  # another supervisor led the failed attempt
-            rows = self._retry(self._supervision.ledger.rows, self._spec.run, kinds=(ClaimRow, CheckpointRow))
-            failure = failure_of_attempt(
-                rows,
-                point.replaces,
-                noticed_by=self._supervision.request.noticed_by,
-                noticed_at=self._supervision.noticed_at,
-                launched_at=self._supervision.launched_at,
-                stopped_at=self._started_at,
-            )
+        point = self._start.claim(self.folder, verifying=self._report_verification)
+        failure = self._start.find_failure(point)
         if failure is not None:
             self._monitor.incident = Incident(self._spec, point, failure)
-        return found.with_sources(point)
+        return point
 
     def _resume(self, point: ResumePoint) -> None:
         """Announce the resume point to all nodes, and begin to fetch its state in memory."""

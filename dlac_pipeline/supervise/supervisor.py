@@ -19,7 +19,7 @@ from dlac_pipeline.supervise.policies.restart import RestartPolicy
 from dlac_pipeline.supervise.ranks.listener_process import ListenerProcess
 from dlac_pipeline.supervise.ranks.rank_events import Ending, Event
 from dlac_pipeline.supervise.ranks.rank_starter import RankStarter
-from dlac_pipeline.supervise.start.resolve import ResumeOptions
+from dlac_pipeline.supervise.start.request import ResumeOptions
 from dlac_pipeline.supervise.supervision import Supervision, connect_run
 from dlac_pipeline.supervise.takeover import Takeover
 

@@ -4,13 +4,13 @@ import json
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from dlac_pipeline.checkpoint.collectives import failing_together
 from dlac_pipeline.checkpoint.store import storing, tiers_of
 from dlac_pipeline.lakehouse.errors import CatalogUnreachable, DlacError, SpecInvalid, TrainingFailed
 from dlac_pipeline.lakehouse.iceberg.connect import connect
-from dlac_pipeline.lakehouse.ledger.commits import new_nonce
 from dlac_pipeline.lakehouse.ledger.older_ledger import LedgerWatch
 from dlac_pipeline.lakehouse.retrying import retrying
 from dlac_pipeline.lakehouse.store_files import make_below
@@ -19,8 +19,7 @@ from dlac_pipeline.spec.job_spec import JobSpec, home_folder, parse_recorded, pa
 from dlac_pipeline.supervise.liveness.run_lock import run_lock
 from dlac_pipeline.supervise.ranks.start_ranks import KEEP_LAUNCHES, forget_launches
 from dlac_pipeline.supervise.retry_policy import RETRY_WITHIN_S
-from dlac_pipeline.supervise.start.claim import ClaimRequest
-from dlac_pipeline.supervise.start.resolve import ResumeOptions
+from dlac_pipeline.supervise.start.request import ClaimRequest, ResumeOptions
 from dlac_pipeline.supervise.start.resume_point import ResumePoint, resume_point_of
 from dlac_pipeline.supervise.start.start_attempt import start_attempt
 from dlac_pipeline.train.communicator import Communicator
@@ -106,13 +105,9 @@ def decide_on_first(communicator: Communicator, spec: JobSpec, decide: Callable[
 
 def claim_now(plans: Plans, spec: JobSpec, *, from_memory: bool, has_folder: bool) -> ResumePoint:
     """Claim the run, whose lock this process has. `has_folder`: ranks have an own launch folder. Raises as `start_attempt`."""
-    nonce = new_nonce()
-    request = ClaimRequest(
-        nonce=nonce,
-        options=ResumeOptions(repin=True),
-        launch_folder=str(_own_folder(spec, nonce)) if has_folder else "",
-        from_memory=from_memory,
-    )
+    request = ClaimRequest(options=ResumeOptions(repin=True), from_memory=from_memory)
+    if has_folder:
+        request = replace(request, launch_folder=str(_own_folder(spec, request.nonce)))
     return start_attempt(plans, spec, request)
 
 

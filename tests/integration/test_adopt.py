@@ -36,7 +36,7 @@ from dlac_pipeline.operations.fork import adopt_checkpoint
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.liveness.run_lock import run_lock
-from dlac_pipeline.supervise.start.claim import ClaimRequest
+from dlac_pipeline.supervise.start.request import ClaimRequest
 from dlac_pipeline.supervise.start.start_attempt import start_attempt
 from tests.conftest import Arena
 from tests.engine_ranks import run_program

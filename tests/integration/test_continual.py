@@ -19,7 +19,7 @@ from dlac_pipeline.operations.rewind import rewind_run
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.liveness.run_lock import run_lock
-from dlac_pipeline.supervise.start.claim import ClaimRequest
+from dlac_pipeline.supervise.start.request import ClaimRequest
 from dlac_pipeline.supervise.start.start_attempt import start_attempt
 from tests.conftest import Arena, source_rows
 from tests.dagster_runs import dagster_run

@@ -22,7 +22,7 @@ from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.spec.launch_spec import LaunchSpec
 from dlac_pipeline.supervise.liveness.launch_liveness import refuse_if_alive_elsewhere
 from dlac_pipeline.supervise.liveness.run_lock import run_lock
-from dlac_pipeline.supervise.start.claim import ClaimRequest
+from dlac_pipeline.supervise.start.request import ClaimRequest
 from dlac_pipeline.supervise.start.start_attempt import start_attempt
 from dlac_pipeline.supervise.supervisor import Supervisor
 

@@ -34,7 +34,7 @@ from dlac_pipeline.operations.fork import adopt_checkpoint, fork_run
 from dlac_pipeline.operations.rewind import rewind_run
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.supervise.start.claim import ClaimRequest
+from dlac_pipeline.supervise.start.request import ClaimRequest
 from dlac_pipeline.supervise.start.start_attempt import start_attempt
 from tests.conftest import Arena, source_rows, wait_until
 from tests.integration.conftest import Command

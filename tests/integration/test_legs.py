@@ -21,7 +21,7 @@ from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.plan.planner import make_plan
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.supervise.start.claim import ClaimRequest
+from dlac_pipeline.supervise.start.request import ClaimRequest
 from dlac_pipeline.supervise.start.start_attempt import start_attempt
 from tests.conftest import source_rows
 

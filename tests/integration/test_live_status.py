@@ -17,7 +17,7 @@ from dlac_pipeline.operations.status import run_status
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.supervise.liveness.heartbeat import HeartbeatFile, Phase, Spent
 from dlac_pipeline.supervise.liveness.run_lock import run_lock
-from dlac_pipeline.supervise.start.claim import ClaimRequest
+from dlac_pipeline.supervise.start.request import ClaimRequest
 from dlac_pipeline.supervise.start.start_attempt import start_attempt
 
 if TYPE_CHECKING:

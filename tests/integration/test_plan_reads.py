@@ -16,7 +16,7 @@ from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.read.opening.open_leg import open_leg
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.launch_request import Request
-from dlac_pipeline.supervise.start.claim import ClaimRequest
+from dlac_pipeline.supervise.start.request import ClaimRequest
 from dlac_pipeline.supervise.start.resume_point import ResumePoint
 from dlac_pipeline.supervise.start.start_attempt import start_attempt
 from dlac_pipeline.supervise.supervisor import Supervisor

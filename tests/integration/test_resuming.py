@@ -32,8 +32,7 @@ from dlac_pipeline.operations.rewind import rewind_run
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.plan.planner import make_plan
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.supervise.start.claim import ClaimRequest
-from dlac_pipeline.supervise.start.resolve import ResumeOptions
+from dlac_pipeline.supervise.start.request import ClaimRequest, ResumeOptions
 from dlac_pipeline.supervise.start.start_attempt import start_attempt
 from tests.conftest import source_rows
 

@@ -18,7 +18,7 @@ from dlac_pipeline.lakehouse.ledger.typed_rows import ClaimRow
 from dlac_pipeline.operations.rewind import rewind_run
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.launch_request import Request
-from dlac_pipeline.supervise.start.claim import ClaimRequest
+from dlac_pipeline.supervise.start.request import ClaimRequest
 from dlac_pipeline.supervise.start.resume_point import FromMemory, ResumePoint
 from dlac_pipeline.supervise.start.start_attempt import start_attempt
 from dlac_pipeline.supervise.supervisor import Supervisor
@@ -47,7 +47,7 @@ def test_repeated_claim_fences_no_newer_one(arena: Arena, landed: bool) -> None:
         start_attempt(Plans(arena.lakehouse), spec, ClaimRequest(nonce="another"))
         raise CatalogUnreachable("away for a moment")
 
-    arena.monkeypatch.setattr("dlac_pipeline.supervise.attempt.start_attempt", away)
+    arena.monkeypatch.setattr("dlac_pipeline.supervise.start.supervised_start.start_attempt", away)
     with pytest.raises(SteppedAside):
         Supervisor(Request(spec=spec, noticed_by="recovery_sensor")).run()
     assert arena.rows("r", ClaimRow)[-1].nonce == "another"

@@ -17,7 +17,7 @@ from dlac_pipeline.supervise.attempt import SupervisedAttempt
 from dlac_pipeline.supervise.failure import planned_end
 from dlac_pipeline.supervise.policies.restart import RestartPolicy
 from dlac_pipeline.supervise.ranks.rank_starter import RankStarter
-from dlac_pipeline.supervise.start.resolve import ResumeOptions
+from dlac_pipeline.supervise.start.request import ResumeOptions
 from dlac_pipeline.supervise.supervision import Supervision
 
 if TYPE_CHECKING:

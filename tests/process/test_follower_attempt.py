@@ -26,7 +26,7 @@ from dlac_pipeline.supervise.ranks.all_ranks import STOP, AllRanks
 from dlac_pipeline.supervise.ranks.local_ranks import RankGroup
 from dlac_pipeline.supervise.ranks.rank_starter import RankStarter
 from dlac_pipeline.supervise.ranks.start_ranks import start_local_ranks
-from dlac_pipeline.supervise.start.resolve import ResumeOptions
+from dlac_pipeline.supervise.start.request import ResumeOptions
 from dlac_pipeline.supervise.start.resume_point import FreshStart
 from dlac_pipeline.supervise.supervision import Supervision
 from tests.conftest import wait_until

@@ -1,10 +1,11 @@
-"""Legs that the rows of a run name."""
+"""Legs that the rows of a run name, and the plans that a row names for a leg."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from dlac_pipeline.lakehouse.errors import LedgerError
 from dlac_pipeline.lakehouse.ledger.run_rows import lineage_of
-from dlac_pipeline.lakehouse.ledger.typed_rows import LedgerRow, LegRow
+from dlac_pipeline.lakehouse.ledger.typed_rows import LedgerRow, LegRow, PlannedSnapshot
 from dlac_pipeline.plan.legs.leg import Leg
 
 
@@ -23,3 +24,9 @@ def leg_of(rows: list[LedgerRow], checkpoint_id: str) -> Leg:
             f"expected the leg of checkpoint {checkpoint_id!r} in the ledger, found none: restore the table"
         )
     return Leg.from_record(legs[at])
+
+
+def planned(leg: Leg) -> dict[str, Any]:
+    """Return the fields of a `ClaimRow` for the plans that its attempt reads. Their snapshots stay pinned."""
+    pins = [PlannedSnapshot(table_uuid=one.table_uuid, snapshot_id=one.snapshot_id) for one in leg.sources]
+    return {"plan_ids": [one.plan_id for one in leg.sources], "leg_plan_ids": leg.plan_ids, "planned": pins}

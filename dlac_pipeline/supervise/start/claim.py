@@ -1,47 +1,19 @@
 """Claim of a run: one append to the ledger, which names the launch. From then on older attempts commit nothing."""
 
 import socket
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from dlac_pipeline.checkpoint.memory.states import MemoryState
 from dlac_pipeline.checkpoint.store import Tiers
-from dlac_pipeline.lakehouse.ledger.commits import Attempt, claim, new_nonce
+from dlac_pipeline.lakehouse.ledger.commits import Attempt, claim
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import Fence
+from dlac_pipeline.plan.legs.committed_leg import planned
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.supervise.memory.memory_choice import ClaimedState, FindStates, MemoryChoice, states_here
-from dlac_pipeline.supervise.start.resolve import Resolved, ResumeOptions, planned
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ClaimRequest:
-    """Request of one launch for the next attempt of a run."""
-
-    nonce: str = field(default_factory=new_nonce)
-    """Name of the launch. A repeated claim with it changes nothing."""
-    replaces: int | None = None
-    """Attempt that was seen to fail. Unset: `current`."""
-    current: int | None = None
-    """Current attempt before the first try of this claim. Unset: the current attempt now."""
-    options: ResumeOptions = field(default_factory=ResumeOptions)
-    launch_folder: str = ""
-    launched_by: str = ""
-    """Run of the orchestrator, so that a sensor knows which run's attempt is current."""
-    purpose: Mapping[str, Any] = field(default_factory=dict)
-    """Purpose of an attempt that does not train."""
-    from_memory: bool = False
-    """True if the attempt may resume from a memory state."""
-    find_states: FindStates | None = None
-    """Function that finds the memory states of the run. None: this node's states are found."""
-
-    def states_of(self, spec: JobSpec) -> Sequence[MemoryState]:
-        """Return the memory states from which the attempt may resume, the newest first."""
-        if not self.from_memory:
-            return []
-        return states_here(spec) if self.find_states is None else self.find_states()
+from dlac_pipeline.supervise.memory.memory_choice import ClaimedState, MemoryChoice
+from dlac_pipeline.supervise.start.request import ClaimRequest
+from dlac_pipeline.supervise.start.resolve import Resolved
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

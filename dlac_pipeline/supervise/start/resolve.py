@@ -1,10 +1,8 @@
 """Resolve the leg that a launch trains: the committed one, its successor, or the first of a new run. Nothing is claimed."""
 
-import json
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
 from dlac_pipeline.checkpoint.manifest import Manifest
 from dlac_pipeline.checkpoint.restore.verified_copy import manifest_of
@@ -14,29 +12,15 @@ from dlac_pipeline.lakehouse.iceberg.snapshots import check_same_table
 from dlac_pipeline.lakehouse.ledger import typed_rows
 from dlac_pipeline.lakehouse.ledger.branches import exclusions_in_force, starts_over
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.lakehouse.ledger.plans import PlanRow
 from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, way_out
 from dlac_pipeline.plan.legs.choice import check_sources, first_leg, plan_sources, requested_leg
 from dlac_pipeline.plan.legs.committed_leg import first_leg_of, leg_of
 from dlac_pipeline.plan.legs.follow import LegRequest, leaving_out, next_leg
-from dlac_pipeline.plan.legs.leg import Leg, Unreadable
+from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.order import reader_state_of
-from dlac_pipeline.plan.plan import Plans
-from dlac_pipeline.spec.job_spec import JobSpec, SourceSpec
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ResumeOptions:
-    """Requests of a launch beyond resuming, by default none: the plans of a new run, and the changes of a new leg."""
-
-    plans: tuple[PlanRow, ...] = ()
-    """Plan of each source, for a new run. If empty, the sources of the spec are planned before the claim."""
-    repin: bool = False
-    """True to continue with the changes of followed tables since they were planned."""
-    unreadable: tuple[Unreadable, ...] = ()
-    """Row groups to leave out from this launch on."""
-    spike_step: int = 0
-    """Step up to which loss spikes are trained through, because rows were left out for them."""
+from dlac_pipeline.plan.plan import Plans, is_plan_of
+from dlac_pipeline.spec.job_spec import JobSpec
+from dlac_pipeline.supervise.start.request import ResumeOptions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -183,7 +167,7 @@ class Resolver:
         plan_ids = claims[-1].plan_ids if claims else ()
         found = [self._plans.find_row(plan_id) for plan_id in plan_ids]
         fits = len(found) == len(self._spec.sources) and all(
-            row is not None and _is_plan_of(source, row) for source, row in zip(self._spec.sources, found, strict=True)
+            row is not None and is_plan_of(source, row) for source, row in zip(self._spec.sources, found, strict=True)
         )
         return tuple(plan_ids) if fits else ()
 
@@ -211,21 +195,6 @@ def _as_it_began(spec: JobSpec, rows: Sequence[typed_rows.LedgerRow]) -> JobSpec
     return spec.with_sources(sources)
 
 
-def planned(leg: Leg) -> dict[str, Any]:
-    """Return the fields of a `ClaimRow` for the plans that its attempt reads. Their snapshots stay pinned."""
-    pins = [typed_rows.PlannedSnapshot(table_uuid=one.table_uuid, snapshot_id=one.snapshot_id) for one in leg.sources]
-    return {"plan_ids": [one.plan_id for one in leg.sources], "leg_plan_ids": leg.plan_ids, "planned": pins}
-
-
 def _with(known: Sequence[str], source: int, exclusions: Sequence[typed_rows.Exclusion]) -> tuple[str, ...]:
     more = dict.fromkeys(each.where for each in exclusions if each.source == source)
     return (*known, *(where for where in more if where not in known))
-
-
-def _is_plan_of(source: SourceSpec, row: PlanRow) -> bool:
-    return (
-        (row.source_table, row.row_filter) == (source.table, source.planned_filter)
-        and json.loads(row.columns) == source.columns
-        and json.loads(row.exclude) == source.exclude
-        and source.snapshot_id in (None, row.snapshot_id)
-    )

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from dlac_pipeline.checkpoint.restore.verified_copy import Restored, Verify, restore, verify_here
-from dlac_pipeline.checkpoint.store import tiers_of
+from dlac_pipeline.checkpoint.store import Tiers, tiers_of
 from dlac_pipeline.lakehouse.ledger.branches import moves_back
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.older_ledger import check_store
@@ -19,10 +19,11 @@ from dlac_pipeline.plan.legs.committed_leg import leg_of
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.supervise.memory.memory_choice import ClaimedState, legs_of
-from dlac_pipeline.supervise.start.claim import Claimed, ClaimRequest, claim_attempt
+from dlac_pipeline.supervise.memory.memory_choice import legs_of
+from dlac_pipeline.supervise.start.claim import Claimed, claim_attempt
+from dlac_pipeline.supervise.start.request import ClaimRequest
 from dlac_pipeline.supervise.start.resolve import Resolved, Resolver
-from dlac_pipeline.supervise.start.restore import NewestWhole, restore_newest
+from dlac_pipeline.supervise.start.restore import NewestWhole, RestoreRow, restore_newest
 from dlac_pipeline.supervise.start.resume_point import FreshStart, FromCheckpoint, FromMemory, ResumePoint
 
 Verifying = Callable[[int, int, int], None]
@@ -65,28 +66,39 @@ def start_attempt(
     claimed = claim_attempt(ledger, spec, request, resolved, before, tiers)
     claimed_at = time.monotonic()
     on_claim()
-
-    def restore_row(row: CheckpointRow) -> Restored:
-        return restore(row, tiers, partial(verifying, row.step), verify=verify)
-
-    point: ResumePoint
-    if claimed.memory is not None:
-        point = _from_memory(claimed, resolved, claimed.memory)
-    else:
-        if claimed.head not in (resolved.head, None):  # the replaced attempt committed a checkpoint since then
-            rows = ledger.rows(spec.run, kinds=HEAD_KINDS)
-            resolver.check(leg_of(rows, claimed.head), rows)
-        newest = restore_newest(ledger, claimed, tiers, restore_row)
-        if not resolved.is_for(newest.head):  # the claim stays, so that no other head can follow
-            resolved = resolver.resolve_at(newest.rows, newest.manifest)
-        point = _from_newest(claimed, resolved.leg, newest)
+    leg, point = resolved.leg, _from_memory(claimed, resolved)
+    if point is None:
+        restore_row = partial(_restore_row, tiers=tiers, verifying=verifying, verify=verify)
+        leg, point = _from_checkpoint(resolver, claimed, resolved, tiers, restore_row)
     if resolver.defers_tables:
-        resolver.check_tables(resolved.leg)
+        resolver.check_tables(leg)
     verify_s = time.monotonic() - claimed_at
     return replace(point, spike_step=request.options.spike_step, claim_s=claimed_at - began, verify_s=verify_s)
 
 
-def _from_memory(claimed: Claimed, resolved: Resolved, chosen: ClaimedState) -> FromMemory:
+def _restore_row(row: CheckpointRow, *, tiers: Tiers, verifying: Verifying, verify: Verify) -> Restored:
+    return restore(row, tiers, partial(verifying, row.step), verify=verify)
+
+
+def _from_checkpoint(
+    resolver: Resolver, claimed: Claimed, resolved: Resolved, tiers: Tiers, restore_row: RestoreRow
+) -> tuple[Leg, ResumePoint]:
+    """Restore the newest whole checkpoint, and resolve its leg. The claim stays, so that no other head can follow."""
+    ledger = resolver.ledger
+    if claimed.head not in (resolved.head, None):  # the replaced attempt committed a checkpoint since then
+        rows = ledger.rows(claimed.attempt.run, kinds=HEAD_KINDS)
+        resolver.check(leg_of(rows, claimed.head), rows)
+    newest = restore_newest(ledger, claimed, tiers, restore_row)
+    while not resolved.is_for(newest.head):
+        resolved = resolver.resolve_at(newest.rows, newest.manifest)
+    return resolved.leg, _from_newest(claimed, resolved.leg, newest)
+
+
+def _from_memory(claimed: Claimed, resolved: Resolved) -> ResumePoint | None:
+    """Return the resume point at the state in memory that the claim names, or None if it names none."""
+    chosen = claimed.memory
+    if chosen is None:
+        return None
     claim, state, head = chosen.claim, chosen.state, chosen.head
     return FromMemory(
         **_facts(claimed, resolved.leg, chosen.rows, head.checkpoint_id),
