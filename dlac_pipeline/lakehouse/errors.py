@@ -15,7 +15,7 @@ class DlacError(Exception):
     """True if the same request may succeed later: an orchestrator tries again, within bounds."""
 
     def __init_subclass__(cls, *, exit_code: int | None = None, transient: bool | None = None) -> None:
-        """Set the class attributes that are given. The others are those of the base class."""
+        """Set the class attributes that are given. The base class has all further ones."""
         cls.exit_code = cls.exit_code if exit_code is None else exit_code
         cls.transient = cls.transient if transient is None else transient
 
@@ -97,7 +97,7 @@ class UnsupportedDeletes(BadInput):
 
 
 class TableReplaced(BadInput):
-    """The table under this name is not the one that was planned."""
+    """The table under this name is not the planned table."""
 
 
 class EmptyPlan(BadInput):
@@ -257,7 +257,7 @@ class LossNotFinite(TrainingFailed, exit_code=88, transient=False):
 
 
 class LossSpiked(TrainingFailed, exit_code=90, transient=False):
-    """The loss of a step is far above those of the steps before, and `launch.on_spike` does not train on."""
+    """The loss of a step is far above the losses of the steps before, and `launch.on_spike` does not train on."""
 
     detail: Mapping[str, Any] = {}
     """The step and the samples to blame, if another attempt is to leave them out."""
@@ -284,7 +284,7 @@ class Preempted(TrainingFailed, exit_code=86):
 
 
 def error_kind(err: BaseException) -> str:
-    """Return the kind of an error for other processes: the name of its nearest class here, else of its own class."""
+    """Return the kind of an error for other processes: the name of its nearest class here, else of the error's class."""
     return next((each for each in type(err).__mro__ if each.__module__ == __name__), type(err)).__name__
 
 

@@ -34,19 +34,19 @@ class Prepared:
     """A staged checkpoint, as the coordinator knows it."""
 
     name: str
-    """Of the checkpoint, in its run's folder."""
+    """Name of the checkpoint, in its run's folder."""
     engine: str
     taken: ReaderStateTracker
     note: Mapping[str, Any]
     """Further facts for its row."""
     waited_s: float = 0.0
-    """For the votes of all ranks."""
+    """Seconds of the wait for the votes of all ranks."""
     rows: Sequence[typed_rows.ForkRow] = ()
     """Further rows of its append, of this checkpoint."""
 
 
 class Committer:
-    """Commits of one attempt's checkpoints, one after the other."""
+    """Commits of one attempt's checkpoints, one at a time."""
 
     def __init__(self, trained: AttemptLeg, spec: JobSpec, lakehouse: Lakehouse, tiers: Tiers) -> None:
         self._attempt, self._nonce = trained.attempt, trained.nonce
@@ -83,7 +83,7 @@ class Committer:
         return decision
 
     def _fenced_or(self, err: Exception) -> Exception:
-        """Return `Fenced` where a newer attempt owns the run: it may have removed what this one was staging."""
+        """Return `Fenced` where a newer attempt owns the run: it may have removed files that this one was staging."""
         if isinstance(err, StoreUnavailable):
             try:
                 check_mine(self._ledger.state(self._attempt.run), self._attempt)
@@ -193,7 +193,7 @@ class Committer:
         return content_digest(content)
 
     def _begin(self) -> None:
-        """Before the first commit: what the run's rows are."""
+        """Read the run's rows before the first commit."""
         if self._retention is None:
             rows = self._ledger.rows(self._attempt.run, kinds=typed_rows.HEAD_KINDS)
             self._seq = max(row.seq for row in rows)

@@ -79,7 +79,7 @@ class RowMaker:
         *,
         leg_is_new: bool,
     ) -> list[LedgerRow]:
-        """Return the other rows of the checkpoint: the leg's if it is new, and the advances. `cut_ids`: by source and pass."""
+        """Return all further rows of the checkpoint: the leg's if it is new, and the advances. `cut_ids`: by source and pass."""
         rows: list[LedgerRow] = self._leg_rows(checkpoint.checkpoint_id) if leg_is_new else []
         return rows + [
             replace(

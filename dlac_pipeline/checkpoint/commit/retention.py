@@ -1,4 +1,4 @@
-"""Retention: the choice of checkpoints to keep, and the removal of the others. See docs/design/0003-checkpoints.md."""
+"""Retention: the choice of checkpoints to keep, and the removal of the rest. See docs/design/0003-checkpoints.md."""
 
 import logging
 import re
@@ -44,7 +44,7 @@ class Removal:
         self._under_way = False
 
     def begin(self, folders: Iterable[str]) -> None:
-        """Remove these folders, then the others that are due, in a thread. A running thread takes them as well."""
+        """Remove these folders, then all further ones that are due, in a thread. A running thread takes them as well."""
         with self._lock:
             self._new.extend(folders)
             if self._under_way or not (self._new or self._failed or not self._swept):
@@ -122,7 +122,7 @@ class Retention:
         claims = [row for row in rows if isinstance(row, typed_rows.ClaimRow)]
         self._nonces = {row.nonce for row in claims}
         self._marking = {row.nonce for row in claims if row.marks_commits}
-        """Of attempts that mark each checkpoint that they commit."""
+        """Nonces of attempts that mark each checkpoint that they commit."""
         self._rows: list[typed_rows.LedgerRow] = []
         self._removal = Removal(tiers, attempt, self._left_over)
         self.saw(rows)
@@ -169,7 +169,7 @@ class Retention:
         self._removal.work()
 
     def _left_over(self) -> Iterator[str]:
-        """Yield the folders of retired checkpoints, and those that no checkpoint has, by unique names.
+        """Yield the folders of retired checkpoints, and folders that no checkpoint has, by unique names.
 
         The latter are of earlier attempts, or of process groups of this one that did not commit them: one of that step, or of a
         later one, has been committed.

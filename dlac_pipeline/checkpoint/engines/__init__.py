@@ -32,7 +32,7 @@ _OF_EXTENSIONS = frozenset(ENGINES.points())
 
 
 def adapt(engine: Any, wanted: str = "auto", **parts: Any) -> Engine:
-    """Return the adapter for what a training script holds: an engine of a library, an adapter, or parts.
+    """Return the adapter for a training script's state: an engine of a library, an adapter, or parts.
 
     An object of the package `deepspeed` has the adapter of this name, and so have other packages. `wanted` names the adapter
     of parts.

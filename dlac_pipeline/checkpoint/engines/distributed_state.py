@@ -65,7 +65,7 @@ class DistributedState(Engine):
             raise writer.failure
 
     def load(self, folder: Path, *, saved_world_size: int) -> None:
-        """Load the parts that this rank has now, from whichever ranks saved them: tensors and plain values only."""
+        """Load the parts that this rank has now, from any ranks that saved them: tensors and plain values only."""
         reader = ShardReader(folder)
         model = get_model_state_dict(self._model)
         values = set(reader.index["values"])
@@ -111,7 +111,7 @@ class DistributedState(Engine):
         return whole_tensors(folder, "optimizer")
 
     def modules(self) -> Mapping[str, Any]:
-        """Return the sharded model and the other parts."""
+        """Return the sharded model and all further parts."""
         return {"model": self._model, **self._rest.modules()}
 
 
@@ -121,7 +121,7 @@ def _with_whole_values(model: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_tied(model: dict[str, Any], reader: ShardReader) -> dict[str, Any]:
-    """Leave out what an adopted checkpoint lacks because it is the same tensor as another one, under a second name."""
+    """Leave out tensors that an adopted checkpoint has under another name."""
     found = {_address(value) for name, value in model.items() if not reader.lacks(f"model.{name}")}
     return {
         name: value

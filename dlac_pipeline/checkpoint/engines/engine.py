@@ -25,7 +25,7 @@ class Foreign:
 
     origin: Path
     engine: str
-    """Of ours, that loads it."""
+    """Name of the engine that loads it."""
     world_size: int
     """Ranks that saved it, where that matters."""
     files: list[Path]
@@ -78,7 +78,7 @@ class Engine(EngineFiles, Protocol):
         """
 
     def load(self, folder: Path, *, saved_world_size: int) -> None:
-        """Load this rank's part from `folder`, the checkpoint's or that of its conversion. Collective.
+        """Load this rank's part from `folder`, the checkpoint's or its conversion's. Collective.
 
         Raise `CheckpointDamaged` if it is not in the folder, `CheckpointUnsafe` if a file has more than `safe_classes` allow.
         """

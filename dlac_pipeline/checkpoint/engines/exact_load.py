@@ -1,4 +1,4 @@
-"""Load of a saved state into a part of a script, so that the part has exactly what was saved.
+"""Load of a saved state into a part of a script, so that the part equals the saved one.
 
 torch's own load changes or misunderstands a state in four cases, for which `load_exactly` makes up:
 
@@ -35,7 +35,7 @@ def load_exactly(
 ) -> None:
     """Load a saved state into an optimizer, a module, or another part with `load_state_dict`.
 
-    `dtypes` are those of parameters when they were saved. An optimizer of a parameter that has changed its type gets torch's
+    `dtypes` are the types of parameters when they were saved. An optimizer of a parameter that has changed its type gets torch's
     conversion. `is_mapped`: the state's tensors are in a file. `set_state` loads a model's state by the names of the bare model.
     """
     if is_mapped and not _only_copies(part):
@@ -77,7 +77,7 @@ def _as_named_now(module: Module, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_versions(state: dict[str, Any], module: Module) -> dict[str, Any]:
-    """Return a state with the versions of the save, or else with those that the classes of a module have now."""
+    """Return a state with the versions of the save, or else with the present versions of a module's classes."""
     versions = None if hasattr(state, "_metadata") else getattr(module.state_dict(), "_metadata", None)
     if versions is None:
         return state
@@ -87,7 +87,7 @@ def _with_versions(state: dict[str, Any], module: Module) -> dict[str, Any]:
 
 
 def _only_copies(part: Any) -> bool:
-    """Return whether `load_state_dict` copies tensors into those of a part, and keeps none: that of torch's own modules does."""
+    """Return whether `load_state_dict` copies tensors into a part's tensors, and keeps none: torch's own modules do."""
     modules = [*part.modules()] if isinstance(part, Module) else []
     expected = [getattr(Module, name) for name in _LOADING]
     return (

@@ -1,7 +1,7 @@
 """Optimizer states by the names of parameters, as a checkpoint of `DistributedState` has them.
 
-A load takes what the index lists. torch's `get_state_dict` makes a step of a new optimizer instead, to learn what to ask for:
-it asks for states that parameters without a gradient never had, and leaves out those of frozen parameters.
+A load takes the tensors that the index lists. torch's `get_state_dict` makes a step of a new optimizer instead, to learn them:
+it asks for states that parameters without a gradient never had, and leaves out states of frozen parameters.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -114,7 +114,7 @@ class OptimizerStates:
         return {bare: own[name] for name, bare in bare_names(self._model, own).items()}
 
     def _groups_of(self, number: int, found: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return the saved groups of an optimizer: those of the one that had its parameters, or its place if it had none."""
+        """Return the saved groups of an optimizer that had its parameters, or its place if it had none."""
         if not found[_SIZES]:  # another program saved them
             return list(found[_GROUPS])
         groups, names = iter(found[_GROUPS]), self._names()
@@ -169,7 +169,7 @@ def _numbered(
     states: Mapping[str, Any],
     saved_groups: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """Return the state for one optimizer. What the checkpoint lacks of its settings stays as the script made it."""
+    """Return the state for one optimizer. Settings that the checkpoint lacks stay as the script made them."""
     groups: list[dict[str, Any]] = []
     state: dict[int, Any] = {}
     number = 0
@@ -222,7 +222,7 @@ def _target(size: Sequence[int], dtype: torch.dtype, parameter: Parameter | None
 
 
 def _check_whole(name: str, parameter: Parameter, value: Any) -> None:
-    """Raise `SpecInvalid` for a plain tensor in the state of a sharded parameter. DCP would save that of one rank for all."""
+    """Raise `SpecInvalid` for a plain tensor in the state of a sharded parameter. DCP would save one rank's for all."""
     if not isinstance(parameter, DTensor) or all(each.is_replicate() for each in parameter.placements):
         return
     if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.dim():

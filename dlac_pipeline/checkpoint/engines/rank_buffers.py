@@ -14,7 +14,7 @@ from dlac_pipeline.checkpoint.stage.copies import Write
 
 
 def save_buffers(folder: Path, parts: Mapping[str, Any], write: Write) -> None:
-    """Save this rank's buffers, if other ranks exist. The state has the buffers of one of them."""
+    """Save this rank's buffers, if other ranks exist. The state has the buffers of one rank only."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     buffers = {name: dict(_buffers_of(part)) for name, part in parts.items()}
@@ -23,7 +23,7 @@ def save_buffers(folder: Path, parts: Mapping[str, Any], write: Write) -> None:
 
 
 def load_buffers(folder: Path, parts: Mapping[str, Any], *, saved_world_size: int) -> None:
-    """Set this rank's buffers to those that it saved. With more ranks than saved, ranks begin again at the first one's."""
+    """Set this rank's buffers to its saved ones. With more ranks than saved, ranks begin again at the first one's."""
     rank = dist.get_rank() % saved_world_size if dist.is_initialized() else 0
     if not _file(folder, rank).exists():
         return

@@ -214,7 +214,7 @@ def tensor_file(rank: int) -> str:
 
 
 def sharding_info(offsets: Offsets) -> dict[str, str]:
-    """Return the texts by which DCP places the tensors of a safetensors file in those of the whole state."""
+    """Return the texts by which DCP places the tensors of a safetensors file in tensors of the whole state."""
     places = {name: {"saved_offsets": list(offset)} for name, offset in offsets.items()}
     return {"DCP_SHARDING_INFO": json.dumps(places, separators=(",", ":")), "DCP_VERSION": "1.0", "format": "pt"}
 
@@ -235,7 +235,7 @@ def _memory(part: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _grown_storages(parts: Sequence[torch.Tensor]) -> set[int]:
-    """Return the storages that would take more bytes in a safetensors file than in memory, as those of expanded tensors."""
+    """Return the storages that would take more bytes in a safetensors file than in memory, such as expanded tensors do."""
     views = {_memory(part): part for part in parts}.values()
     wanted: defaultdict[int, int] = defaultdict(int)
     for part in views:

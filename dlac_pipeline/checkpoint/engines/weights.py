@@ -1,4 +1,4 @@
-"""A checkpoint's weights, whole and alone, whichever engine saved them and however many ranks had them."""
+"""A checkpoint's weights, whole and alone, from any engine and any number of ranks."""
 
 from pathlib import Path
 
@@ -16,8 +16,8 @@ WEIGHTS_INDEX = f"{WEIGHTS_FILE}.index.json"
 def weights_of(engine: str, folder: Path, *, part: str = "model") -> Weights:
     """Return name -> tensor in host memory of the checkpoint that `engine` saved in `folder`.
 
-    `part` selects one of several models. Names are those of the bare model: without the prefixes of DDP, FSDP,
-    `torch.compile` or activation checkpointing. DeepSpeed's tensors are those of its optimizer where it has them in full
+    `part` selects one of several models. Names are the bare model's: without the prefixes of DDP, FSDP,
+    `torch.compile` or activation checkpointing. DeepSpeed's tensors come from its optimizer where it has them in full
     precision. Raise `BadInput` if the engine is not installed, `CheckpointError` if it exports no weights or the part does not
     exist, `CheckpointUnsafe` as `load_tensors`.
     """

@@ -1,4 +1,4 @@
-"""Checkpoints that others wrote: what they are, and their files as an engine of ours loads them."""
+"""Checkpoints of other programs: their kind, and their files as an engine of ours loads them."""
 
 import json
 import math
@@ -107,7 +107,7 @@ def _copy_dcp(ours: dict[str, Any], state: dict[str, Any], target: Path, write: 
 
 
 def _read_safetensors(folder: Path, files: list[Path]) -> dict[str, Any]:
-    """Return the tensors by part. They are those of a bare model, unless each name begins with that of a part."""
+    """Return the tensors by part. They belong to a bare model, unless each name begins with a part's name."""
     reader = HuggingFaceStorageReader(str(folder))
     reader.fs = _Files([str(path) for path in files])
     tensors = _read(folder, reader)
@@ -121,7 +121,7 @@ def _read_safetensors(folder: Path, files: list[Path]) -> dict[str, Any]:
 
 
 def _tensor_files(folder: Path) -> list[Path]:
-    """Return the files of one set of weights: those of the index, `model.safetensors`, the shards of ranks, or the only file."""
+    """Return the files of one set of weights: the index's files, `model.safetensors`, the shards of ranks, or the only file."""
     index, whole = folder / WEIGHTS_INDEX, folder / WEIGHTS_FILE
     if index.is_file():
         try:
@@ -142,7 +142,7 @@ def _tensor_files(folder: Path) -> list[Path]:
 
 
 class _Files(FileSystem):
-    """A folder of which some files are shown."""
+    """A folder that shows some of its files."""
 
     def __init__(self, files: list[str]) -> None:
         self._files = files
@@ -198,7 +198,7 @@ def _read(folder: Path, reader: FileSystemReader) -> dict[str, Any]:
 
 
 def _check_whole(folder: Path, metadata: metadatas.Metadata) -> None:
-    """Check that the parts of each tensor are all of it. DCP loads what they lack from memory that nothing was written to."""
+    """Check that the parts of each tensor are all of it. DCP loads missing parts from memory that nothing was written to."""
     for name, entry in metadata.state_dict_metadata.items():
         if not isinstance(entry, metadatas.TensorStorageMetadata):
             continue

@@ -78,7 +78,7 @@ class Copies:
         self._originals: list[torch.UntypedStorage] = []
         """Kept while states are passed on: while they live, no other storage can have their addresses."""
         self.bytes = 0
-        """Of the copies."""
+        """Bytes of the copies."""
 
     @property
     def storages(self) -> list[torch.UntypedStorage]:

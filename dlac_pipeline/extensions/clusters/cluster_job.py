@@ -32,7 +32,7 @@ GONE_S = 60.0
 
 @dataclass
 class _Log:
-    """One log: on Slurm all nodes write the same one, on Kubernetes each node has its own."""
+    """A log: on Slurm all nodes write the same one, on Kubernetes each node writes another."""
 
     start: str | None = None
     nodes: int = 0
@@ -133,7 +133,7 @@ class ClusterJob:
         self._over_since: float | None = None
         self._silent_since: float | None = None
         self._unknown_since: tuple[float, int | None] | None = None
-        """Since when the scheduler knows no such job, and the position of the ledger then."""
+        """Time since which the scheduler knows no such job, and the position of the ledger then."""
 
     def stop(self) -> None:
         """Cancel the job: its nodes leave after a checkpoint."""
@@ -293,7 +293,7 @@ class ClusterJob:
         self._on_event({"run": self._request.spec.run, **event})
 
     def _judge(self, job: str, state: str) -> Outcome:
-        """Return how the run ended. One node's report that it is done outweighs those of nodes that were lost or left before."""
+        """Return how the run ended. One node's report that it is done outweighs reports of nodes that were lost or left."""
         ended = [event for event in self._events.last_events if event["event"] == "ended"]
         done = [event for event in ended if event["ending"] != "stopped"]
         failed = [event for event in self._events.last_events if event["event"] == "error"]

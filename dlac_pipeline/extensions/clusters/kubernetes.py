@@ -36,7 +36,7 @@ Document = dict[str, Any]
 
 
 class Kubernetes:
-    """A job of one pod per node. A pod that is preempted or evicted is replaced, and the others continue."""
+    """A job of one pod per node. A pod that is preempted or evicted is replaced, and the rest continue."""
 
     name = "Kubernetes"
 
@@ -61,7 +61,7 @@ class Kubernetes:
         return yaml.safe_dump_all(documents(request, near), sort_keys=False)
 
     def submit(self, request: Request, near: Sequence[str]) -> str:
-        """Create the job, and the secret that its pods wait for. The job owns the other objects. Return its name."""
+        """Create the job, and the secret that its pods wait for. The job owns all further objects. Return its name."""
         secret, *others = documents(request, near)
         try:
             # one after the other: a TrainJob is refused before its runtime exists
@@ -149,7 +149,7 @@ def _client(api: str) -> Any:
 
 
 def documents(request: Request, near: Sequence[str] = ()) -> list[Document]:
-    """Return the secret, then what the cluster is to run: the last document is the job."""
+    """Return the secret, then the objects that the cluster runs: the last document is the job."""
     launch, cluster = request.spec.launch, request.spec.section(ClusterSpec)
     name = f"{job_name(request)}-{secrets.token_hex(3)}"
     memory = cluster.memory_mb and f"{cluster.memory_mb}M"
@@ -217,7 +217,7 @@ def _without_nulls(node: Any) -> Any:
 
 
 def merged(base: Any, patch: Any) -> Any:
-    """Return `base` with `patch` merged in: mappings by key, lists of named things by name, other lists one after the other."""
+    """Return `base` with `patch` merged in: mappings by key, lists of named things by name, other lists by concatenation."""
     if isinstance(base, dict) and isinstance(patch, dict):
         return base | {key: merged(base[key], value) if key in base else value for key, value in patch.items()}
     if not (isinstance(base, list) and isinstance(patch, list)):

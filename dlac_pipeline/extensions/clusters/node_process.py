@@ -2,7 +2,7 @@
 
 It is `python -m dlac_pipeline.extensions.clusters.node_process`. The request is in the environment. Standard output has one event
 per line of JSON, and standard error all else. SIGTERM makes the node exit after a checkpoint. Exit status: 0 if the run is
-finished, UNFINISHED_EXIT_CODE if not, or that of the error.
+finished, UNFINISHED_EXIT_CODE if not, or the error's.
 """
 
 import os

@@ -16,7 +16,7 @@ FIRST_NODE_VARIABLE = "DLAC_FIRST_NODE"
 KEY_FILE_VARIABLE = "DLAC_RENDEZVOUS_KEY_FILE"
 """Environment variable that names a file with the secret of the rendezvous."""
 ANSWER_S = 60.0
-"""Seconds until a request to a scheduler counts as unanswered. The client has no limit of its own on a broken network."""
+"""Seconds until a request to a scheduler counts as unanswered. The client has no limit on a broken network."""
 _MARGIN_S = 10
 """Seconds that a node gets in addition to the time its ranks have to leave."""
 
@@ -55,7 +55,7 @@ class Scheduler(Protocol):
         """Return the job's state. None: the scheduler answered, and knows no such job."""
 
     def read(self, job: str) -> list[tuple[str, str]]:
-        """Return what the job's logs have gained since the last call: the name of each log, and a piece of text."""
+        """Return the gain of the job's logs since the last call: the name of each log, and a piece of text."""
 
     def requeue(self, job: str) -> None:
         """Have the job end and start again."""

@@ -53,14 +53,14 @@ class ClusterSpec(ExtensionSection):
     memory_mb: int = Field(default=0, ge=0, le=2**30)
     """Memory of a node in megabytes. 0: the scheduler's default."""
     time_limit_s: int = Field(default=0, ge=0, le=31_536_000)
-    """Seconds until the scheduler ends the job. 0: its own limit."""
+    """Seconds until the scheduler ends the job. 0: the scheduler's limit."""
     port: int = Field(default=29400, ge=1024, le=65535)
     """Port at which the first node serves the rendezvous."""
     retries: int = Field(default=0, ge=0, le=1000)
     """Restarts of a failed job. On Slurm all nodes restart together, and preemptions count. On Kubernetes each pod restarts
     alone. Preempted jobs and pods are always restarted."""
     env: dict[str, str] = Field(default_factory=dict)
-    """Environment variables of the nodes. launch.env has those of the ranks."""
+    """Environment variables of the nodes. launch.env has the ranks' variables."""
     options: dict[str, str] = Field(default_factory=dict)
     """Slurm: further options of sbatch by their long names, e.g. {partition = "h100", account = "lm"}. An option without a value
     has an empty one, e.g. {exclusive = ""}."""

@@ -1,6 +1,6 @@
 """Slurm: one batch script, rendered from `job.sbatch`, and the commands that submit, look at, requeue and cancel its job.
 
-Slurm has no option to prefer nodes. So a job requires those of the nodes with the newest checkpoint that are idle when it is
+Slurm has no option to prefer nodes. So a job requires the idle nodes among the ones with the newest checkpoint when it is
 submitted, until it has been pending for half a minute (`scontrol update ReqNodeList=`).
 """
 
@@ -37,7 +37,7 @@ _PLACES = {"nodelist", "nodefile", "exclude"}
 
 
 class Slurm:
-    """One batch job with a task on each node. The job outlives the loss of any node but its first."""
+    """A batch job with a task on each node. The job outlives the loss of any node but its first."""
 
     name = "Slurm"
 
@@ -54,7 +54,7 @@ class Slurm:
         check_slurm(spec)
 
     def check_client(self) -> None:
-        """Do nothing: Slurm is asked by its own commands."""
+        """Do nothing: Slurm is asked by commands."""
 
     def render(self, request: Request, near: Sequence[str] = ()) -> str:
         """Return the batch script of a job that requires the nodes in `near`."""
@@ -99,7 +99,7 @@ class Slurm:
         return job
 
     def state(self, job: str) -> JobState | None:
-        """Return the job's state: what the controller knows, and after a while only the accounting."""
+        """Return the job's state, from the controller, or after a while from the accounting alone."""
         try:
             facts = dict(re.findall(r"(\S+?)=(\S*)", answer_of("scontrol", "--oneliner", "show", "job", job)))
         except ConnectionError as err:
@@ -126,7 +126,7 @@ class Slurm:
                 answer_of("scontrol", "update", f"JobId={job}", "ReqNodeList=")
 
     def read(self, job: str) -> list[tuple[str, str]]:
-        """Return what the nodes' common output has gained, in whole lines."""
+        """Return the gain of the nodes' common output, in whole lines."""
         with self._log.open("rb") as stream:
             stream.seek(self._read_bytes)
             piece = stream.read()
@@ -144,7 +144,7 @@ class Slurm:
 
 
 def _idle(nodes: Sequence[str], partition: str) -> list[str]:
-    """Return those of the nodes that are idle, in their order. Empty if Slurm does not answer."""
+    """Return the idle nodes among the given ones, in their order. Empty if Slurm does not answer."""
     if not nodes:
         return []
     question = ["sinfo", "--noheader", "--Node", "--format=%N %t", f"--nodes={','.join(nodes)}"]

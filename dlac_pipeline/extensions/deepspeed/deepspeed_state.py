@@ -41,7 +41,7 @@ _RANK = re.compile(r"zero_pp_rank_(\d+)_")
 
 
 class DeepSpeedState(Engine):
-    """A DeepSpeed engine (ZeRO 0-3): every rank saves its own shards through DeepSpeed's save path."""
+    """A DeepSpeed engine (ZeRO 0-3): every rank saves its shards through DeepSpeed's save path."""
 
     name = "deepspeed"
     foreign_layout = "DeepSpeed (<tag>/*model_states.pt)"
@@ -86,7 +86,7 @@ class DeepSpeedState(Engine):
         load_buffers(folder, self.modules(), saved_world_size=saved_world_size)
 
     def conversion(self, saved_world_size: int) -> Convert | None:
-        """To a Universal Checkpoint, where ranks keep different shards. DeepSpeed converts no frozen parameters at ZeRO 3."""
+        """Conversion to a Universal Checkpoint, for ranks with new shards. DeepSpeed converts no frozen parameters at ZeRO 3."""
         engine = self._engine
         if saved_world_size == dist.get_world_size() or not engine.save_zero_checkpoint:
             return None
@@ -168,9 +168,9 @@ class DeepSpeedState(Engine):
 
 
 def make_recorder(folder: Path, write: Write) -> Any:
-    """Return a DeepSpeed checkpoint engine that passes on what is saved in the existing `folder`.
+    """Return a DeepSpeed checkpoint engine that passes on the files of the existing `folder`.
 
-    A failure is kept for the vote, not raised: DeepSpeed's save ends in a barrier at which the other ranks wait.
+    A failure is kept for the vote, not raised: DeepSpeed's save ends in a barrier at which all ranks wait.
     """
     from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
@@ -206,7 +206,7 @@ def make_recorder(folder: Path, write: Write) -> Any:
 
 
 def safe_classes() -> list[Any]:
-    """Return the classes of DeepSpeed's files, none of which does anything when it is made. Raises as its method."""
+    """Return the classes of DeepSpeed's files. Their constructors do nothing. Raises as its method."""
     try:
         from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
         from deepspeed.runtime.zero.config import ZeroStageEnum
@@ -286,7 +286,7 @@ def _load_rest(engine: Any, folder: Path) -> None:
 
 
 def moments_in(folder: Path, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return what the optimizer of a converted checkpoint keeps of each parameter, by the names of `get_state_dict`.
+    """Return the optimizer's tensors of each parameter in a converted checkpoint, by the names of `get_state_dict`.
 
     Raise `CheckpointError` if groups of parameters differ in their steps, because the parameters of each are unknown.
     """

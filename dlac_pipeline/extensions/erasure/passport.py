@@ -100,7 +100,7 @@ def write_passport(lakehouse: Lakehouse, export: Path) -> Passport | None:
 
 
 def _exported_files(lakehouse: Lakehouse, export: Path) -> dict[str, dict[str, Any]]:
-    """Return what the ledger has of each file of weights of an export, by name. A folder has several, and an index."""
+    """Return the ledger's facts of each file of weights of an export, by name. A folder has several, and an index."""
     paths = sorted(export.glob("*.safetensors*")) if export.is_dir() else [export]
     files = {path.name: checkpoint_of_file(lakehouse, path) for path in paths}
     found = sorted({each["checkpoint_id"] for each in files.values()})

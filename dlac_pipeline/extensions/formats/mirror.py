@@ -44,9 +44,9 @@ from dlac_pipeline.lakehouse.s3_objects import SETTINGS
 from dlac_pipeline.lakehouse.source_names import mirror_name
 
 _MOST_STEPS = 100
-"""With more new versions than these, one snapshot has the changes of all of them."""
+"""Most new versions with a snapshot each. With more, one snapshot has the changes of all."""
 _KEPT_SNAPSHOTS = 200
-"""Without a pin. An expired one is mirrored again when it is asked for."""
+"""Snapshots that are kept without a pin. An expired one is mirrored again when it is requested."""
 _THREADS = 8
 _POSITIONS = pa.schema(
     [
@@ -111,7 +111,7 @@ def _readable(source: ExternalTable, numbers: Sequence[int]) -> Iterator[Externa
 
 
 def _find_or_create(lakehouse: Lakehouse, identifier: str, source: ExternalTable, number: int) -> Table:
-    """Return the mirror. Replace that of another table, which was at the same location before."""
+    """Return the mirror. Replace the mirror of another table, which was at the same location before."""
     with suppress(errors.NoSuchTable):
         table = lakehouse.load(identifier)
         if table.properties.get(TABLE_ID) == source.table_id:

@@ -41,7 +41,7 @@ class ExternalFile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExternalVersion:
-    """One version of a table. `only_rewrites`: its commit moved rows to other files, and neither added nor changed one."""
+    """A version of a table. `only_rewrites`: its commit moved rows to other files, and neither added nor changed one."""
 
     number: int
     schema: pa.Schema

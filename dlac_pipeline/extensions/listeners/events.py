@@ -43,13 +43,13 @@ class AttemptStarted(RunEvent):
     resumed_from: str | None
     """Id of the checkpoint to resume from, or None for the start of the run."""
     parent_run: str
-    """Orchestrator's run, such as that of Dagster. Empty without one."""
+    """Orchestrator's run, such as a run of Dagster. Empty without one."""
     branch: int
     """Number of the run's branch: 1, and one more each time that the run went back."""
     branch_is_new: bool
     """True if no checkpoint was committed since the run went back."""
     rows_at_risk: int
-    """As in `ProgressMade`: rows of the memory state to resume from. They are estimated where rows are packed."""
+    """Rows of the memory state to resume from, as in `ProgressMade`. They are estimated where rows are packed."""
 
     def gauges(self) -> dict[str, float]:
         """Return the known numbers by name."""
@@ -97,9 +97,9 @@ class CheckpointCommitted(RunEvent):
     rows_by_table: dict[str, int]
     """Name of each source -> rows consumed since the checkpoint before."""
     losses: tuple[float, ...]
-    """Loss of each step since the checkpoint before. The last one is that of `step`."""
+    """Loss of each step since the checkpoint before. The last one belongs to `step`."""
     rows_at_risk: int
-    """As in `ProgressMade`, just after the commit."""
+    """Rows at risk just after the commit, as in `ProgressMade`."""
 
     def gauges(self) -> dict[str, float]:
         """Return the known numbers by name."""
@@ -111,7 +111,7 @@ class RecoveryPhase:
     """A phase of a recovery."""
 
     name: str
-    """One of: detect, schedule, stop, claim, verify, convert, load, first_step."""
+    """Phase: detect, schedule, stop, claim, verify, convert, load, first_step."""
     start: float
     end: float
 
@@ -135,7 +135,7 @@ class AttemptEnded(RunEvent):
     """An attempt has ended."""
 
     ending: Literal["finished", "caught_up", "stopped", "left", "failed", "lost"]
-    """In order: the run is finished, no appended rows are left, it was stopped, its script returned early, a rank failed, or the
+    """In order, the ending: finished, no appended rows are left, it was stopped, its script returned early, a rank failed, or the
     supervisor was lost."""
     reason: str
     """Cause of a failure. Empty otherwise."""
@@ -238,7 +238,7 @@ class RunBegun(RunEvent):
 
 
 class Listener(Protocol):
-    """Receiver of a run's events, in a thread of its own. A method `close()`, if there is one, is called after the last event.
+    """Receiver of a run's events, in another thread. A method `close()`, if there is one, is called after the last event.
 
     An entry of `dlac.listeners` makes one: `make(**options)`, with the options of its table in the job spec. If `make` has a
     parameter `spec`, it also receives the job spec.

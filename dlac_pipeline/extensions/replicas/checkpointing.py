@@ -56,7 +56,7 @@ class ReplicaCheckpointing(Checkpointing):
         self._owns_head = False
         """True if the manager's head is the ledger's, as far as this group knows."""
         self._recorded: tuple[int, ...] = ()
-        """Groups that the ledger has last, of this attempt. They may not be those of this group's execution of that step."""
+        """Groups that the ledger has last, of this attempt. This group may have executed that step with other groups."""
 
     @property
     def step(self) -> int:
@@ -103,7 +103,7 @@ class ReplicaCheckpointing(Checkpointing):
         self._owns_head = False
 
     def committed(self) -> None:
-        """Note the step that has just committed in the history, and forget what the committer has recorded."""
+        """Note the step that has just committed in the history, and forget steps that the committer has recorded."""
         reduced = self._group.reduced
         assert reduced is not None, "the step committed"
         self.history.add(self.step, reduced, applied=self.step not in self._tracker.skipped)

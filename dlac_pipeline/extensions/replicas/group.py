@@ -1,4 +1,4 @@
-"""One replica group among its peers: quorums, reductions and healing by torchft's manager.
+"""Replica group among its peers: quorums, reductions and healing by torchft's manager.
 
 In: the state of the group, and the gradients of a step. Out: the group's share of each step, and the reduced step if it commits.
 """
@@ -78,11 +78,11 @@ class State(Protocol):
         """Return it, for a peer."""
 
     def load_peer_state(self, state: dict[str, Any]) -> None:
-        """Load that of a peer."""
+        """Load a peer's."""
 
 
 class GroupLaunch:
-    """The launch of the groups, as one of them sees it. A supervisor starts all groups, and ends a launch without the state."""
+    """The launch of the groups, as a group sees it. A supervisor starts all groups, and ends a launch without the state."""
 
     def __init__(self, folder: Path, *, rejoins: bool) -> None:
         self.folder = folder
@@ -103,14 +103,14 @@ class GroupLaunch:
 
 
 class ReplicaGroup:
-    """One replica group. Its methods are collective over the groups present, and are called in the order of the steps."""
+    """A replica group. Its methods are collective over the groups present, and are called in the order of the steps."""
 
     def __init__(
         self, number: int, groups: int, launch: GroupLaunch, communicator: Communicator, *, limit_s: float
     ) -> None:
-        """`number` is that of the group, of `groups` that there can be.
+        """`number` is the group's, among at most `groups`.
 
-        `communicator` has the ranks of the group. `limit_s` is that of a collective, in which peers wait for a newcomer.
+        `communicator` has the ranks of the group. `limit_s` is the limit of a collective, in which peers wait for a newcomer.
         """
         self.number = number
         self.report: Callable[[], RankReport] = RankReport
@@ -122,7 +122,7 @@ class ReplicaGroup:
         self.reduced: Reduced | None = None
         """The last step, if it committed."""
         self.execution = 0
-        """Digest of the quorum in which the group's last step was done, or that of the peer that healed it. 0 at first.
+        """Digest of the quorum in which the last step of the group, or of the peer that healed it, was done. 0 at first.
 
         A step may be done twice: by groups that committed it, and then by a group that did not, alone.
         """
@@ -173,7 +173,7 @@ class ReplicaGroup:
     def meet(self) -> None:
         """Form the next quorum, unless the last one was not used.
 
-        If the group's last step is not that of its peers, it loads the state of a peer.
+        If the group's last step is not its peers' last one, it loads the state of a peer.
         Raise `TrainingFailed` if no group has the state.
         """
         failures = 0
@@ -260,7 +260,7 @@ class ReplicaGroup:
         return found
 
     def _announce(self) -> None:
-        """Let the other groups know that this one has the state, and has reached its lighthouse."""
+        """Tell all further groups that this one has the state, and has reached its lighthouse."""
         if self._is_first and self._reached != self._lighthouse:
             write_reached(self._folder, self.number, self._lighthouse)
             self._reached = self._lighthouse

@@ -103,7 +103,7 @@ class GroupLocks:
 
     @property
     def has_state(self) -> bool:
-        """True if this group has shown the others that it has the state: it has a part in the run's lock."""
+        """True if this group has shown that it has the state: it has a part in the run's lock."""
         return self._alone is not None or self._shared is not None
 
     def is_shared(self) -> bool:

@@ -35,7 +35,7 @@ class ReplicaHealing:
         return spec.model_copy(update={"launch": launch.model_copy(update=changes)})
 
     def start(self, start: RankStart) -> ReplicaRanks:
-        """Begin the start of all groups, after that of their lighthouse. Raise `SpecInvalid` without torchft."""
+        """Begin the start of all groups, after their lighthouse. Raise `SpecInvalid` without torchft."""
         lighthouse = Lighthouse(start.spec, start.folder)
         return ReplicaRanks(
             start.folder,

@@ -1,4 +1,4 @@
-"""Committed steps since the head, as every replica group keeps them: the next committer records them, whichever group it is."""
+"""Committed steps since the head, as every replica group keeps them: any group may be the next committer, which records them."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ class StepHistory:
         self._steps.append(_Step(step=step, loss=reduced.loss, applied=applied, groups=reduced.groups))
 
     def forget(self, head_step: int) -> None:
-        """Forget what a checkpoint has recorded."""
+        """Forget steps that a checkpoint has recorded."""
         while self._steps and self._steps[0].step <= head_step:
             self._steps.popleft()
 
@@ -52,5 +52,5 @@ class StepHistory:
         return [asdict(each) for each in self._steps]
 
     def load(self, records: list[dict[str, Any]]) -> None:
-        """Replace the steps by those of a peer."""
+        """Replace the steps by a peer's."""
         self._steps = deque(_Step(**{**each, "groups": tuple(each["groups"])}) for each in records)

@@ -1,6 +1,6 @@
-"""Lighthouse of the replica groups: torchft's server, which forms their quorums, in a process of its own.
+"""Lighthouse of the replica groups: torchft's server, which forms their quorums, in another process.
 
-The supervisor starts a dead lighthouse again. Each one has an address of its own, which it writes to the launch folder: a group
+The supervisor starts a dead lighthouse again. Each one has another address, which it writes to the launch folder: a group
 that reached a new lighthouse with the quorum of the one before would wait for peers that do not know that quorum.
 """
 
@@ -26,7 +26,7 @@ from dlac_pipeline.lakehouse.errors import TrainingFailed
 from dlac_pipeline.spec.job_spec import JobSpec
 
 _HEARTBEAT_TIMEOUT_MS = 400
-"""Milliseconds without a heartbeat after which a group is dead. Its manager sends one every 50 ms, from a thread of its own."""
+"""Milliseconds without a heartbeat after which a group is dead. Its manager sends one every 50 ms, from a separate thread."""
 _TICK_MS = 10
 _ENDS_WITHIN_S = 5.0
 _LOOK_S = 1.0

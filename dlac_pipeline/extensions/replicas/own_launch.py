@@ -1,7 +1,7 @@
-"""Launch of replica groups without a supervisor: another launcher starts each group, such as a torchrun of its own.
+"""Launch of replica groups without a supervisor: another launcher starts each group, such as a torchrun for each.
 
 The first group that finds no other one claims the run. Groups with the state of the run share the run's lock, so it shows
-whether any is left. A group that finds it shared joins their attempt. What a supervisor does for groups, they do for each other.
+whether any is left. A group that finds it shared joins their attempt. Groups do for each other the work of a supervisor.
 """
 
 import json
@@ -58,7 +58,7 @@ class OwnLaunch(GroupLaunch):
             RunBusy: another launch trains the run, or another process has the number of this group.
             SpecInvalid: the groups that train have another job spec.
             TrainingFailed: the script of this group has failed after the end of the run.
-            SystemExit: torchrun has started this group again, and the others have ended the run. The exit status is 0.
+            SystemExit: torchrun has started this group again, and its peers have ended the run. The exit status is 0.
             DlacError: as `start_attempt`.
         """
         process = this_process()
@@ -76,7 +76,7 @@ class OwnLaunch(GroupLaunch):
         """True if this group has claimed the run."""
         self.point = resume_point_of(decided["point"])
         self.events = EventWriter(self.folder, communicator.rank)
-        """Events that are written whichever group takes the checkpoints."""
+        """Events that any group writes, whether or not it takes the checkpoints."""
         self.rejoin = self._find_dead() if decided["replaces"] else None
         """The record of its return, if it takes the place of a dead process."""
         if communicator.rank == 0:
@@ -85,7 +85,7 @@ class OwnLaunch(GroupLaunch):
             held.callback(self._close_rejoin)
 
     def met(self) -> None:
-        """Note that this group has the state. Raise `TrainingFailed` if a new launch has begun, because the others died."""
+        """Note that this group has the state. Raise `TrainingFailed` if a new launch has begun, because its peers died."""
         if self._has_met:
             return
         if not self._locks.has_state:

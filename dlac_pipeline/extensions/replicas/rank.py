@@ -104,13 +104,13 @@ def has_reached(folder: Path, group: int, address: str) -> bool:
 
 
 def mark_dead(folder: Path, group: int) -> None:
-    """Record that a replica group has died. A process that takes its place has no state until it has met the others."""
+    """Record that a replica group has died. A process that takes its place has no state until it has met its peers."""
     _reached_file(folder, group).unlink(missing_ok=True)
     _dead_file(folder, group).touch()
 
 
 def is_dead(folder: Path, group: int) -> bool:
-    """Return True if a replica group has died, and no new process of it has met the others."""
+    """Return True if a replica group has died, and no new process of it has met its peers."""
     return _dead_file(folder, group).exists() or _has_left(folder, group)
 
 

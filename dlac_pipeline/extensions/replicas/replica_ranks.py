@@ -121,7 +121,7 @@ class ReplicaRanks(RankGroup):
         self._groups, self._size = range(launch.replicas), launch.ranks_per_replica
         self._most_deaths = launch.attempts_without_progress
         self._replacements: dict[int, Replacement] = {}
-        """By group, as the following ones."""
+        """Group -> its last replacement."""
         self._dying: dict[int, Exit] = {}
         """Groups whose remaining ranks were killed, with the rank to blame."""
         self._places: list[str] = []
@@ -133,7 +133,7 @@ class ReplicaRanks(RankGroup):
     def failures(self) -> list[Exit]:
         """Return the failed ranks if the attempt cannot continue without their groups.
 
-        Once a group has ended, the run needs no other one. What the script does after its last step may still fail.
+        Once a group has ended, the run needs no other one. The script's work after its last step may still fail.
         """
         failed = super().failures()
         if self._has_ended():
@@ -144,7 +144,7 @@ class ReplicaRanks(RankGroup):
         return [] if self._outlives(blamed) else list(blamed.values())
 
     def gone(self) -> Collection[int]:
-        """Return the ranks of dead groups, and those that have exited."""
+        """Return the ranks of dead groups, and ranks that have exited."""
         return [rank for rank in self.ranks if self.processes.exit_code(rank) is not None]
 
     def outlives_hang(self, hung: Exit) -> bool:
@@ -195,7 +195,7 @@ class ReplicaRanks(RankGroup):
         return died
 
     def replace_dead(self) -> list[Replacement]:
-        """Kill what is left of dead groups, and start those again that have no process left. Return the latter.
+        """Kill the rest of dead groups, and start groups again that have no process left. Return the latter.
 
         No group is started again at the end of the run, or if the attempt fails.
         """
@@ -267,7 +267,7 @@ class ReplicaRanks(RankGroup):
         return range(group * self._size, (group + 1) * self._size)
 
     def _blamed(self, failed: Sequence[Exit]) -> dict[int, Exit]:
-        """Return the failed groups, each with the rank to blame: the others fail with it, or were killed."""
+        """Return the failed groups, each with the rank to blame: the rest fail with it, or were killed."""
         groups: dict[int, list[Exit]] = {}
         for each in failed:
             groups.setdefault(each.rank // self._size, []).append(each)
@@ -293,6 +293,6 @@ class ReplicaRanks(RankGroup):
 
 
 def _first_cause(exits: Sequence[Exit]) -> Exit:
-    """Return the end of a group's rank that explains those of the others: a signal, or the first own exception."""
+    """Return the end of a group's rank that explains the ends of all: a signal, or the first own exception."""
     killed = [each for each in exits if each.code < 0 and each.code != -signal.SIGABRT]
     return killed[0] if killed else min(exits, key=lambda each: (each.origin == "peer", each.at))

@@ -32,7 +32,7 @@ from dlac_pipeline.train.training_run import TrainingRun
 
 
 class ReplicaRun(TrainingRun):
-    """One rank of a replica group of one attempt. `rank` is its number among the ranks of all groups."""
+    """A rank of a replica group of an attempt. `rank` is its number among the ranks of all groups."""
 
     ends_with_launcher = False  # a group whose launcher has died is a dead group: the others train on
 
@@ -123,7 +123,7 @@ class ReplicaRun(TrainingRun):
         return None if self._replica.ends else (self.step + 1, self._group.coordinate)
 
     def _meet(self) -> None:
-        """Form the next quorum. The peers of a newcomer wait until it has the state of one of them."""
+        """Form the next quorum. The peers of a newcomer wait until it has a peer's state."""
         began = time.monotonic()
         is_waiting = self._group.has_peers or not self._group.rejoins
         self._note(Phase.WAITING if is_waiting else Phase.LOADING)
@@ -176,7 +176,7 @@ class QuorumReader:
         self._next_share = next_share
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield the remaining batches, and again those of steps that did not commit."""
+        """Yield the remaining batches, and again the batches of steps that did not commit."""
         while (found := self._next_share()) is not None and self._shares.has(found[0]):
             step, share = found
             slots = slots_of(share.index, share.count, self._settings.batch_size)

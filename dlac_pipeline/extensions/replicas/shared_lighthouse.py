@@ -34,7 +34,7 @@ _MOST_SILENT = 2
 
 
 class LighthouseWatch:
-    """One group's watch of the lighthouse, in a thread of its first rank."""
+    """Watch of the lighthouse by a group, in a thread of its first rank."""
 
     def __init__(self, spec: JobSpec, folder: Path, *, also: Callable[[], None]) -> None:
         """`folder` is the launch folder. `also` is called with each look."""
@@ -48,7 +48,7 @@ class LighthouseWatch:
         threading.Thread(target=self._watch, name="watch of the lighthouse", daemon=True).start()
 
     def close(self) -> None:
-        """End the watch: `also` is not called again. The lighthouse runs for the other groups."""
+        """End the watch: `also` is not called again. The lighthouse runs for all further groups."""
         with self._looking:
             self._closed.set()
 
@@ -75,7 +75,7 @@ class LighthouseWatch:
             self._kill(found.pid)
 
     def _kill(self, pid: int) -> None:
-        """Kill a lighthouse that hangs. Its number may be that of another process by now, if it has died."""
+        """Kill a lighthouse that hangs. Another process may have its number by now, if it has died."""
         with suppress(psutil.Error):
             process = psutil.Process(pid)
             if any(Path(each.path).name == _LOCK for each in process.open_files()):

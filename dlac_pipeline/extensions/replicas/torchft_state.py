@@ -24,8 +24,8 @@ _SHARD = "dlac.shard"
 class TorchFTState(Engine):
     """State of a replica group: `TorchFTState(model=model, optimizer=optimizer)`.
 
-    The model is the bare module, or with `launch.ranks_per_replica` one that `fully_shard` has sharded. Checkpoints are those of
-    `TorchState` or `DistributedState`. A newcomer gets all parts from a peer, so each of them has `state_dict` and
+    The model is the bare module, or with `launch.ranks_per_replica` one that `fully_shard` has sharded. Checkpoints are
+    written as by `TorchState` or `DistributedState`. A newcomer gets all parts from a peer, so each part has `state_dict` and
     `load_state_dict`, and the parts that are modules have the parameters that are trained.
     """
 

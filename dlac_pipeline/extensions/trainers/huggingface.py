@@ -1,4 +1,4 @@
-"""The Hugging Face `Trainer`: its saves become checkpoints of a training run, with what was consumed.
+"""The Hugging Face `Trainer`: its saves become checkpoints of a training run, with the consumed rows.
 
 See docs/extensions/trainers.md.
 """

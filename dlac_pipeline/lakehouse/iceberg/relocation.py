@@ -1,4 +1,4 @@
-"""From where an embedded lakehouse was made to where it is now: `Relocation`. See docs/design/0018-stores.md."""
+"""Translation of places of an embedded lakehouse that was moved: `Relocation`. See docs/design/0018-stores.md."""
 
 import json
 import re

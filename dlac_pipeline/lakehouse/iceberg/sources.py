@@ -14,7 +14,7 @@ from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.source_names import ICEBERG, SOURCES, split_identifier
 
 TABLE_ID = "dlac.external.table-id"
-"""Property of a mirror: the id that the other format gives the table."""
+"""Property of a mirror: the id that the table's format gives it."""
 
 
 class SourceFormat(Protocol):

@@ -16,7 +16,7 @@ CONSUMPTION_ARROW = schema_to_pyarrow(CONSUMPTION, include_field_ids=False)
 
 
 def parse_columns(rows: Sequence[Mapping[str, Any]]) -> list[typed_rows.LedgerRow]:
-    """Return rows that are given by column, as `parse_rows` does: those of a manifest, or of a rank's vote."""
+    """Return rows that are given by column, as `parse_rows` does. A manifest has such rows, and a rank's vote."""
     return parse_rows(pa.Table.from_pylist(list(rows), schema=CONSUMPTION_ARROW)) if rows else []
 
 

@@ -134,9 +134,9 @@ def moves_back(rows: Sequence[LedgerRow]) -> list[MoveBack]:
 def retire_left(
     ledger: Ledger, run: str, checkpoint: str | None = None, *, only: Collection[str] | None = None, whole: bool = False
 ) -> list[CheckpointRow]:
-    """Retire abandoned checkpoints without a name: one, by id or step, or all, or those of `only`. Return their rows.
+    """Retire abandoned checkpoints without a name: one, by id or step, or all, or the ids in `only`. Return their rows.
 
-    `whole`: also those of the surviving lineage, so that the run cannot be resumed. Raises `SpecInvalid`.
+    `whole`: retire the surviving lineage, too, so that the run cannot be resumed. Raises `SpecInvalid`.
     """
     gone: list[CheckpointRow] = []
 
@@ -167,7 +167,7 @@ def retire_left(
 
 
 def checkpoint_of(run: str, rows: Sequence[LedgerRow], named: str) -> CheckpointRow:
-    """Of these rows that of the checkpoint with the id `named`, or of that step, retired or not.
+    """Return the row of the checkpoint with the id `named`, or of that step, retired or not.
 
     Raises `NoSuchCheckpoint`, or `SpecInvalid` if the run passed the step more than once, on several branches.
     """
@@ -190,7 +190,7 @@ def checkpoint_of(run: str, rows: Sequence[LedgerRow], named: str) -> Checkpoint
 
 
 def last_seq_as_head(rows: Sequence[LedgerRow], checkpoint_id: str) -> int:
-    """The last `seq` at which a checkpoint was the head: up to it, the rows are those of its branch as it was left."""
+    """The last `seq` at which a checkpoint was the head: up to it, the rows describe its branch as it was left."""
     return max(row.seq for row in rows if row.head_after == checkpoint_id)
 
 

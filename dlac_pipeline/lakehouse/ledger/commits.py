@@ -15,7 +15,7 @@ from dlac_pipeline.lakehouse.ledger.run_rows import Fence, no_such_run, restorab
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attempt:
-    """One launch of a run. `nonce` distinguishes it from any other launch with the same number."""
+    """A launch of a run. `nonce` distinguishes it from any other launch with the same number."""
 
     run: str
     number: int
@@ -155,7 +155,7 @@ def record_exports(ledger: Ledger, run: str, exports: Sequence[typed_rows.Export
 
 
 def record_verified(ledger: Ledger, run: str, problems: Mapping[str, str | None], *, verification: str) -> None:
-    """Record whose digests were compared, and what was wrong: id of a checkpoint -> problem, None for a whole one.
+    """Record comparisons of digests: id of a checkpoint -> problem, None for a whole one.
 
     `verification` is the caller's own id of it: after a lost answer it is not recorded twice.
     """

@@ -136,7 +136,7 @@ class Journal:
         return str(metadata.get(LEDGER_UUID_PROPERTY.encode(), b"").decode())
 
     def _damaged(self, err: Exception) -> Exception:
-        """Return the error for an entry that cannot be read, or that of an outage."""
+        """Return the error for an entry that cannot be read, or the error of an outage."""
         if isinstance(err, OSError) and may_pass(err) and not isinstance(err, FileNotFoundError):
             return err
         return LedgerError(

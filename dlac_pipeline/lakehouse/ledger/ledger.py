@@ -37,7 +37,7 @@ _RUN_OF_SNAPSHOT = "dlac.run"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunState:
-    """One read of a run: valid only together with the table object it was read from."""
+    """A read of a run: valid only together with the table object it was read from."""
 
     run: str
     table: Table
@@ -102,7 +102,7 @@ class Ledger:
     ) -> Sequence[LedgerRow]:
         """Return the rows of a run after the `seq` named by `after`, in order of `seq`, restricted to `kinds` when given.
 
-        Of `columns` only, two of which are `seq` and `kind`. The fields of other columns have their default values.
+        Only `columns` are read, `seq` and `kind` among them. The fields of other columns have their default values.
         """
         return self.lakehouse.look(
             "consumption", lambda table: self._scan(table, run, kinds=kinds, after=after, columns=columns)
@@ -146,7 +146,7 @@ class Ledger:
         return totals
 
     def export(self, digest: str) -> ExportRow | None:
-        """The row of the exported file with this digest, in whichever run."""
+        """The row of the exported file with this digest, in any run."""
         rows = parse_rows(self.lakehouse.read_own("consumption", equals("kind", ExportRow.kind)))
         return next((row for row in rows if isinstance(row, ExportRow) and row.digest == digest), None)
 
@@ -255,7 +255,7 @@ class _Tries:
 
 
 def recorded_rows(lakehouse: Lakehouse, run: str, fence: run_rows.Fence, rows: Sequence[LedgerRow]) -> pa.Table:
-    """Return rows as the table records them: with what a commit under `fence` decides, and with recorded places."""
+    """Return rows as the table records them: with the facts of a commit under `fence`, and with recorded places."""
     moved, rows = lakehouse.relocation, [_complete(row, run, fence) for row in rows]
     if moved.moves:
         rows = [run_rows.translate_row(row, moved.to_recorded_uri, moved.to_recorded) for row in rows]

@@ -42,7 +42,7 @@ class Proof:
 
     run: str
     step: int | None
-    """Of the newest checkpoint that was found, or of the child that names it. None: there is none, or it cannot be read."""
+    """Step of the newest checkpoint that was found, or of the child that names it. None: there is none, or it cannot be read."""
     place: str
     """Address of the file or folder that proves it."""
     ledger_uuid: str = ""
@@ -105,7 +105,7 @@ def check_ledger(lakehouse: Lakehouse, run: str) -> None:
 
 
 def check_store(ledger: Ledger, run: str, folder: str, files: StoreFiles) -> None:
-    """Raise `LedgerOlderThanStore` if the journal or the run's folder has what the ledger lacks, or `StoreUnavailable`.
+    """Raise `LedgerOlderThanStore` if the journal or the run's folder has rows that the ledger lacks, or `StoreUnavailable`.
 
     A few entries that the journal lacks are written.
     """

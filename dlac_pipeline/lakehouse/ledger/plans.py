@@ -26,7 +26,7 @@ _PLANS_ARROW = schema_to_pyarrow(PLANS, include_field_ids=False)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanRow:
-    """One row of `plans`."""
+    """A row of `plans`."""
 
     plan_id: str
     write_id: str
@@ -46,7 +46,7 @@ class PlanRow:
     exclude: str = "[]"
     """JSON list of the expressions whose rows were left out in addition to the filter."""
     base_plan_id: str | None = None
-    """The plan with the same units of which this one leaves out more rows."""
+    """The plan with the same units and more rows."""
 
 
 def find_plan(lakehouse: Lakehouse, plan_id: str) -> PlanRow | None:

@@ -17,12 +17,12 @@ _ARROW = schema_to_pyarrow(RECOVERIES, include_field_ids=False)
 _OPERATOR = "operator"
 """`noticed_by`, where no program noticed."""
 PHASES = ("detect", "schedule", "stop", "claim", "verify", "convert", "load", "first_step", "total")
-"""Of a recovery, in order: the columns of its seconds without their `_s`."""
+"""Phases of a recovery, in order: the columns of its seconds without their `_s`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recovery:
-    """One recovery. Durations are in seconds, each phase after the one before it."""
+    """A recovery. Durations are in seconds, each phase after the one before it."""
 
     run: str
     seq: int
@@ -39,20 +39,20 @@ class Recovery:
     rows_replayed: int
     """Rows that were read again: of steps that a rank had finished, and of abandoned checkpoints."""
     detect_s: float
-    """From the last heartbeat to the notice."""
+    """Seconds from the last heartbeat to the notice."""
     schedule_s: float = 0.0
-    """From a sensor's notice to the new launch. 0: the supervisor itself recovers."""
+    """Seconds from a sensor's notice to the new launch. 0: the supervisor itself recovers."""
     stop_s: float = 0.0
     claim_s: float = 0.0
     verify_s: float = 0.0
     convert_s: float = 0.0
-    """Until the state was converted to another number of ranks, before the load."""
+    """Seconds until the state was converted to another number of ranks, before the load."""
     load_s: float = 0.0
     """Seconds until all ranks have their state, with the rest of their start."""
     first_step_s: float = 0.0
     total_s: float
     outcome: str
-    """One of: resumed, failed again (before its first step), gave up (no attempt followed), rejoined (a process group in
+    """Outcome: resumed, failed again (before its first step), gave up (no attempt followed), rejoined (a process group in
     the same attempt)."""
     format_version: int = FORMAT_VERSION
     work_lost_s: float = 0.0

@@ -113,7 +113,7 @@ def out_of(rows: Sequence[LedgerRow]) -> set[str]:
 
 
 def restorable_rows(rows: Sequence[LedgerRow]) -> dict[str, CheckpointRow]:
-    """Checkpoint id -> its row, of those that are neither retired nor damaged."""
+    """Checkpoint id -> its row, without retired and damaged ones."""
     out = out_of(rows)
     return {name: row for name, row in checkpoint_rows(rows).items() if name not in out}
 

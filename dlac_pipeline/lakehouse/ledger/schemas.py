@@ -130,5 +130,5 @@ TABLES: dict[str, tuple[Schema, PartitionSpec]] = {
 
 
 def ledger_uuid_of(table: Table) -> str:
-    """Return the identity of an own table: the uuid of the table that it was rebuilt from, or its own."""
+    """Return the identity of an own table: the uuid of the table that it was rebuilt from, or the table's uuid."""
     return table.properties.get(LEDGER_UUID_PROPERTY) or str(table.metadata.table_uuid)

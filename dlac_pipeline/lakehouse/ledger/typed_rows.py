@@ -14,16 +14,16 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from dlac_pipeline.lakehouse.errors import LedgerError
 
 Columns = dict[str, Any]
-"""One row of the table `consumption`, by column."""
+"""A row of the table `consumption`, by column."""
 Purpose = Literal["adopts", "rewinds", "forks"]
 """Purpose of a claim whose attempt trains nothing."""
 KINDS: "dict[str, type[LedgerRow]]" = {}
-"""Kind in the table -> its class. The empty kind is that of `OtherRow`."""
+"""Kind in the table -> its class. `OtherRow` has the empty kind."""
 _NOT_COMMITTED = datetime.fromtimestamp(0, UTC)
 
 
 def _listed(of: Callable[..., object]) -> Any:
-    """Return a field that is a list of structs in the table, each of which is read as the arguments of `of`.
+    """Return a field that is a list of structs in the table. Each is read as the arguments of `of`.
 
     An empty list is not a null, because pyiceberg reads the null as an empty list.
     """
@@ -106,7 +106,7 @@ class CheckpointRow(LedgerRow, kind="checkpoint"):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdvanceRow(LedgerRow, kind="advance"):
-    """One block's part of what a checkpoint consumed: positions [position_start, position_end), all applied or none.
+    """Part of a block that a checkpoint consumed: positions [position_start, position_end), all applied or none.
 
     It is the one record of consumption, from the tracker to the ledger. With `token_end` the last row was read only up to it.
     With `token_start` the first row was read from it on.
@@ -135,7 +135,7 @@ class AdvanceRow(LedgerRow, kind="advance"):
     quarantined: Sequence[int] = ()
     """Positions of rows that were rejected."""
     quarantine_reasons: Sequence[str] = ()
-    """Why each of them was rejected."""
+    """Reason for each rejection."""
 
     @property
     def rows_dead(self) -> int:
@@ -172,7 +172,7 @@ class ClaimRow(LedgerRow, kind="claim"):
     purpose: Purpose | None = None
     """Purpose of an attempt that trains nothing. None: it trains."""
     origin: str | None = None
-    """The adopted place, the id of the checkpoint to rewind to, or that of the forked one."""
+    """The adopted place, or the id of the checkpoint to rewind to or to fork."""
     host: str = ""
     """Node that claimed the run."""
     local: str = ""
@@ -216,7 +216,7 @@ class LegRow(LedgerRow, kind="leg"):
     step: int = 0
 
     leg_json: str = "{}"
-    """The leg as its manifest has it: a document with a version of its own."""
+    """The leg as its manifest has it: a document with a separate version."""
 
     @property
     def record(self) -> Mapping[str, Any]:
@@ -301,7 +301,7 @@ class VerifyRow(LedgerRow, kind="verify"):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exclusion:
-    """Rows that a branch leaves out: those of a source for which a filter is true."""
+    """Rows that a branch leaves out: rows of a source for which a filter is true."""
 
     source: int
     """Number of the source in the job spec, from 0."""

@@ -146,7 +146,7 @@ def find_new_files(lakehouse: Lakehouse, identifier: str, location: str) -> list
 
 
 def name_outside(table: Table, name: str, paths: Collection[str]) -> None:
-    """Log that data files are outside of the table's own folders, as those of a shallow clone or of `add_files` are."""
+    """Log that data files are outside of the table's own folders, like files of a shallow clone or of `add_files`."""
     external = split_identifier(name)
     own = (
         (table.location(), *(table.properties.get(each, "") for each in _DATA_FOLDERS))
@@ -247,7 +247,7 @@ def _create(
 
 
 def _columns_of(table: Table) -> dict[str, NestedField]:
-    """Return the columns of a table without ids, by name, in order to compare them with those of files."""
+    """Return the columns of a table without ids, by name, in order to compare them with columns of files."""
     plain = _pyarrow_to_schema_without_ids(schema_to_pyarrow(table.schema(), include_field_ids=False))
     return {field.name: field.model_copy(update={"required": False}) for field in plain.fields}
 
