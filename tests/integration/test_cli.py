@@ -227,10 +227,3 @@ def test_a_folder_is_no_file_of_weights(arena: Arena) -> None:
     done = dlac("checkpoint", "identify", str(arena.home), home=arena.home)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize("name", ["name", "unname", "whose"])
-def test_old_commands_stay_hidden(name: str, tmp_path: Path) -> None:
-    """A command that was renamed keeps its old name for one version. The help does not list it."""
-    assert f"│ {name} " not in dlac("--help", home=tmp_path).stdout
-    assert f"Usage: dlac {name}" in dlac(name, "--help", home=tmp_path).stdout

@@ -235,7 +235,7 @@ def test_misspelled_file_is_no_table(folder: Path, here: Command) -> None:
         ("unsigned --columns x,n", "left out column 'n': Iceberg has no type for uint64, in 'file://"),
         ("norows", "expected rows in table 'lake.norows', found none"),
         ("numbers --columns a,name", "expected columns of numbers or times, or one column of texts"),
-        ("numbers --columns other", "expected column 'other' in the table"),
+        ("numbers --columns other", "in --columns, of table 'lake.numbers', found 'other'"),
         ("numbers --run a/b", "expected the name of a run"),
         ("numbers --into /proc/none", "expected a folder to write into, found [Errno 2]"),
         ("numbers --into numbers/a.parquet", "expected a folder to write into, found [Errno 17]"),
