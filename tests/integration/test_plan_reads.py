@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ import pytest
 
 from dlac_pipeline.lakehouse.errors import TableReplaced
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+from dlac_pipeline.operations.rewind import rewind_run
 from dlac_pipeline.plan.legs.choice import plan_sources
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.plan import Plans
@@ -87,6 +89,15 @@ def test_recovery_reads_sources_last(arena: Arena, spec: JobSpec, monkeypatch: p
         start_attempt(Plans(arena.lakehouse), spec, request, verifying=lambda *facts: done.append("verified"))
         assert next(each for each in done if each in ("verified", "src.t")) == first
         assert {"verified", "src.t"} <= {*done}
+
+
+def test_recovery_keeps_exclusions_of_rewind(arena: Arena, spec: JobSpec) -> None:
+    """A recovery after a rewind leaves the excluded rows out, in a new leg, although its launch requests no change."""
+    arena.train(spec, until=8)
+    rewind_run(arena.lakehouse, "r", nonce="n", step=4, exclude=["even = true"], spec=spec)
+    point = start_attempt(Plans(arena.lakehouse), spec, ClaimRequest(replaces=2))
+    assert (point.step, point.leg_is_new, point.leaves_out_more) == (4, True, True)
+    assert json.loads(point.leg)["sources"][0]["exclude"] == ["even = true"]
 
 
 def test_recovery_refuses_replaced_table(arena: Arena, spec: JobSpec) -> None:

@@ -40,7 +40,19 @@ LEASE = {
 OFFER = {"host": "stranger", "address": "10.77.0.99", "ranks": 64, "interface": "", "attempt": 10**6, "config": ""}
 NODE = {"id": "0123456789abcdef", "beat": 10**15, "knows_end": None, "offer": OFFER, "gone": True}
 PLAN = {"number": 9, "port": 1, "members": [{"slot": 9, "id": "", "offer": OFFER, "first_rank": 0, "ranks": 64}]}
-RESUME = {"attempt": 9, "nonce": "0", "replaces": 0, "leg": "{}", "leg_is_new": False, "step": 3, "folder": "/tmp"}
+RESUME = {
+    **{
+        "kind": "FromCheckpoint",
+        "attempt": 9,
+        "nonce": "0",
+        "replaces": 0,
+        "leg": "{}",
+        "leg_is_new": False,
+        "step": 3,
+    },
+    **{"checkpoint_id": "c", "folder": "/tmp", "host": "stranger", "manifest_uri": "", "manifest_digest": ""},
+    **{"world_size": 1, "engine": "torch", "reader_state": []},
+}
 
 
 class Enough(Exception):

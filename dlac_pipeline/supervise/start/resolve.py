@@ -56,7 +56,8 @@ class Resolver:
         self._spec = spec
         self._options = options
         self._recovering = recovering
-        asks = options.repin or options.unreadable or options.plans or spec.launch.new_leg
+        follows = options.repin and any(source.follow == "appends" for source in spec.sources)
+        asks = follows or options.unreadable or options.plans or spec.launch.new_leg
         self.defers_tables = recovering and not asks
         """True if `check_tables` is left to the caller, once the state is restored."""
         if options.plans and len(options.plans) != len(spec.sources):
@@ -99,7 +100,8 @@ class Resolver:
             return Resolved(leg=self._first(rows), head=None)
         leg = leg_of(rows, manifest.checkpoint_id)
         requested = self.check(leg, rows)
-        if not self.defers_tables:
+        # Exclusions of a rewind need a new leg, although no launch requests one.
+        if not self.defers_tables or requested.bound() != leg.bound():
             self.check_tables(leg)
             spec = excluding(self._spec, exclusions_in_force(rows))
             request = LegRequest(requested=requested, repin=self._options.repin, unreadable=self._options.unreadable)

@@ -56,6 +56,7 @@ def start_attempt(
         ResumeMismatch: the spec differs from the run's leg. Nothing was claimed, unless the head only looked damaged.
         NoRestorableCheckpoint: every checkpoint of the lineage is damaged.
         AppendHistoryLost: rows appended to a followed table cannot be identified any more. Nothing was claimed.
+        NoSuchTable, TableReplaced, PinLost, DataFileChanged: not the planned sources. A recovery has claimed the run.
     """
     began = time.monotonic()
     ledger, tiers = Ledger(plans.lakehouse, stop=stop), tiers_of(spec)
