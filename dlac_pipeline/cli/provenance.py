@@ -29,7 +29,7 @@ _CELLS = ("rank", "node", "slot", "source_table", "file_path", "row_group", "row
     app,
     ui.AUDIT,
     'dlac sql "FROM checkpoints"',
-    "dlac sql \"SELECT step, loss FROM lineage WHERE run = 'my-run'\" --json",
+    "dlac sql \"SELECT step, list_last(losses) AS loss FROM lineage WHERE run = 'my-run'\" --json",
     "dlac sql @catalog/queries/problems.sql",
     "dlac sql --database ledger.duckdb",
 )

@@ -54,13 +54,14 @@ class Door:
     def load(self, name: str, *, setting: str, others: tuple[str, ...] = ()) -> Any:
         """Import the entry of a name that `setting` has, and return it.
 
-        Raise `BadInput` as `find` does, and if a package that the entry imports is missing or too old.
+        Raise `BadInput` as `find` does, and if the entry cannot be imported: a package is missing or too old, or it raises.
         """
         point = self.find(name, setting=setting, others=others)
         try:
             return point.load()
-        except (ImportError, AttributeError) as err:
-            raise BadInput(f"expected {setting} = {name!r} to load, found {err}: {_install(point)}") from err
+        except Exception as err:  # whatever a module of others raises
+            kind = "" if isinstance(err, ImportError | AttributeError) else f"{type(err).__name__}: "
+            raise BadInput(f"expected {setting} = {name!r} to load, found {kind}{err}: {_install(point)}") from err
 
     def check(self, name: str, *, setting: str) -> None:
         """Raise `BadInput` as `find` does, or if a package that the entry imports is missing. Imports no package with code."""

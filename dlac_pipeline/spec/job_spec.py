@@ -386,8 +386,8 @@ class JobSpec(spec_problems.Section):
     @classmethod
     def known_fields(cls) -> dict[str, FieldInfo]:
         """Return all fields by name, with the sections of installed extensions."""
-        models = section_classes()
-        return {**cls.model_fields, **{name: FieldInfo(annotation=models.get(name)) for name in SECTIONS.points()}}
+        models, names = section_classes(), SECTIONS.points().keys() - cls.model_fields.keys()
+        return {**cls.model_fields, **{name: FieldInfo(annotation=models.get(name)) for name in sorted(names)}}
 
     @property
     def sections(self) -> dict[str, ExtensionSection]:

@@ -13,9 +13,13 @@ _DOOR = Door("dlac.test_animals", "animal")
 
 @pytest.fixture
 def animals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A distribution with three animals: a good one, one whose package is missing, and one whose name is wrong."""
-    points = ["cat = zoo_cats:Cat", "owl = zoo_owls:Owl [birds]", "dog = zoo_cats:Dog"]
-    modules = {"zoo_cats": "class Cat: ...", "zoo_owls": "import feathers_that_nobody_has"}
+    """A distribution with four animals: a good one, and ones whose package is missing, whose name is wrong, and that raises."""
+    points = ["cat = zoo_cats:Cat", "owl = zoo_owls:Owl [birds]", "dog = zoo_cats:Dog", "emu = zoo_emus:Emu"]
+    modules = {
+        "zoo_cats": "class Cat: ...",
+        "zoo_owls": "import feathers_that_nobody_has",
+        "zoo_emus": "raise RuntimeError('too hot')",
+    }
     monkeypatch.syspath_prepend(str(install_distribution(tmp_path, "zoo", modules, {"dlac.test_animals": points})))
     return tmp_path
 
@@ -23,7 +27,7 @@ def animals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.usefixtures("animals")
 def test_entry_of_distribution_loads() -> None:
     """An entry of any distribution is found by its name, and is imported by `load` only."""
-    assert [*_DOOR.points()] == ["cat", "dog", "owl"]
+    assert [*_DOOR.points()] == ["cat", "dog", "emu", "owl"]
     assert _DOOR.load("cat", setting="pet").__name__ == "Cat"
 
 
@@ -33,13 +37,14 @@ def test_entry_of_distribution_loads() -> None:
     [
         (
             "cta",
-            "expected an installed animal in pet, found 'cta': did you mean 'cat'? Installed are cat, dog, fish, owl",
+            "expected an installed animal in pet, found 'cta': did you mean 'cat'? Installed are cat, dog, emu, fish, owl",
         ),
-        ("horse", "expected an installed animal in pet, found 'horse': installed are cat, dog, fish, owl"),
+        ("horse", "expected an installed animal in pet, found 'horse': installed are cat, dog, emu, fish, owl"),
         (
             "owl",
             "expected pet = 'owl' to load, found No module named 'feathers_that_nobody_has': pip install \"zoo[birds]\"",
         ),
+        ("emu", "expected pet = 'emu' to load, found RuntimeError: too hot: pip install \"zoo\""),
         ("dog", "expected pet = 'dog' to load, found module 'zoo_cats' has no attribute 'Dog': pip install \"zoo\""),
     ],
 )

@@ -7,12 +7,13 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dlac_pipeline.lakehouse.errors import LedgerError
-from dlac_pipeline.lakehouse.ledger.arrow_rows import parse_columns
+from dlac_pipeline.lakehouse.ledger.arrow_rows import parse_columns, parse_rows
 from dlac_pipeline.lakehouse.ledger.schemas import CONSUMPTION
 from dlac_pipeline.lakehouse.ledger.typed_rows import (
     KINDS,
@@ -169,3 +170,20 @@ def test_every_field_has_a_column(kind: type[LedgerRow]) -> None:
     for each in columns_of(kind):
         column = CONSUMPTION.find_field(each.column)
         assert each.inner is None or CONSUMPTION.find_field(f"{each.column}.{each.inner}"), (column, each)
+
+
+def test_half_a_pair_is_recorded() -> None:
+    """A reason with half of a surrogate pair, as a transform may raise it, is escaped. Arrow refuses such text."""
+    row = AdvanceRow(quarantined=(1,), quarantine_reasons=("bad \ud83d",))
+    (read,) = parse_columns([row.to_columns()])
+    assert isinstance(read, AdvanceRow)
+    assert read.quarantine_reasons == ["bad \\ud83d"]
+
+
+def test_older_struct_has_defaults() -> None:
+    """A field that the struct of a table lacks has its default: an older version may have written the table."""
+    row = ClaimRow(run="r", seq=1, attempt=1, host="n")
+    table = pa.Table.from_pylist([{"kind": "claim", "run": "r", "seq": 1, "attempt": 1, "claim": {"host": "n"}}])
+    (read,) = parse_rows(table)
+    assert isinstance(read, ClaimRow)
+    assert (read.host, read.store, read.attempt) == (row.host, row.store, 1)

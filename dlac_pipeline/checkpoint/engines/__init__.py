@@ -4,6 +4,7 @@ An adapter saves what its rank owns, and loads from verified folders only. Durab
 Those of PyTorch are here. Others enter through the door `dlac.engines`.
 """
 
+import logging
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -27,6 +28,7 @@ __all__ = [
     "prepare_engines",
 ]
 
+_log = logging.getLogger(__name__)
 _OF_EXTENSIONS = frozenset(ENGINES.points())
 """Names of the engines of extensions. They are read once, in the process from which ranks are forked."""
 
@@ -80,9 +82,15 @@ def installed_engines() -> Iterator[type[Engine]]:
 
 
 def prepare_engines() -> None:
-    """Prepare this process for each engine of an extension whose library the script has imported."""
+    """Prepare this process for each engine of an extension whose library the script has imported.
+
+    An engine that fails is only logged: the script may not use it.
+    """
     for name in _OF_EXTENSIONS & sys.modules.keys():
-        engine_named(name).prepare_process()
+        try:
+            engine_named(name).prepare_process()
+        except Exception as err:  # whatever an engine of others raises
+            _log.warning("expected to prepare this process for the engine %r, found %s", name, err)
 
 
 def _adapter_of(engine: Any) -> Engine:

@@ -144,7 +144,8 @@ def write_small(table: Table, rows: pa.Table) -> DataFile:
     writes all columns, in four times the bytes.
     """
     spec, schema = table.spec(), table.schema()
-    kept = Schema(*(each for each in schema.fields if rows[each.name].null_count < len(rows)))
+    known = {*rows.column_names}  # a later version may have added others to the table
+    kept = Schema(*(each for each in schema.fields if each.name in known and rows[each.name].null_count < len(rows)))
     part = PartitionFieldValue(spec.fields[0], rows[spec.fields[0].name][0].as_py())
     key = PartitionKey([part], spec, schema)
     output = table.io.new_output(table.location_provider().new_data_location(f"{uuid4()}.parquet", key))

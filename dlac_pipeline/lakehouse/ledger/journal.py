@@ -80,7 +80,7 @@ class Journal:
         """Write the entry of an append, which replaces an earlier one."""
         run, seq = rows["run"][0].as_py(), rows["seq"][0].as_py()
         path, sink = f"{self._folder}/{run}/{seq:012}.parquet", pa.BufferOutputStream()
-        rows = rows.cast(CONSUMPTION_ARROW)
+        rows = rows.select(CONSUMPTION_ARROW.names).cast(CONSUMPTION_ARROW)
         rows = rows.select([name for name in rows.column_names if rows[name].null_count < len(rows)])
         with pq.ParquetWriter(sink, rows.schema, **_WRITING) as writer:
             writer.write_table(rows)

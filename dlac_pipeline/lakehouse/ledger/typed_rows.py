@@ -404,8 +404,10 @@ def _repeatable(row: LedgerRow) -> Columns:
 
 def _to_arrow(value: Any) -> Any:
     """Return the value of a field as Arrow accepts it."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()  # a message may have half of a surrogate pair
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, list | tuple):
-        return [asdict(each) if hasattr(each, "__dataclass_fields__") else each for each in value]
+        return [asdict(each) if hasattr(each, "__dataclass_fields__") else _to_arrow(each) for each in value]
     return value
