@@ -1,8 +1,8 @@
 """Bad rows of loss spikes: `python -m benchmarks.spike [--quick]`.
 
 The rows are the sources of Python's standard library in pieces of 64 bytes, each with the share of blanks in the piece after it.
-Two models train on two ranks with batches of 16. Of the steps with exactly one bad row, 50 are replayed by `operations/spike.py`,
-each from the newest checkpoint before it.
+Two models train on two ranks with batches of 16. Of the steps with exactly one bad row, 50 are replayed by
+`extensions/replay/spike.py`, each from the newest checkpoint before it.
 
 - `planted`: a regression of the share on the bytes. Bad rows have it in percent, so the loss jumps.
 - `hidden`: a small GPT. Bad rows are random bytes that no text has (128 to 255). The loss of their step hardly rises.

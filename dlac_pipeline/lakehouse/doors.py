@@ -3,8 +3,8 @@
 An extension of this distribution and one of another distribution are registered in the same way, in `pyproject.toml`:
 
     [project.entry-points."dlac.launchers"]
-    slurm = "dlac_pipeline.extensions.clusters.slurm:Slurm"
-    kubernetes = "dlac_pipeline.extensions.clusters.kubernetes:Kubernetes [cluster]"
+    slurm = "dlac_pipeline.extensions.clusters.cluster_job:slurm_job"
+    kubernetes = "dlac_pipeline.extensions.clusters.cluster_job:kubernetes_job [cluster]"
 
 The word in brackets is the extra of the distribution that installs the packages which the extension imports.
 """

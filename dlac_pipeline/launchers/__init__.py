@@ -1,1 +1,1 @@
-"""Launchers: training on this node and those that join it, or as a job of a cluster's scheduler."""
+"""Launchers: their protocol, and training on this node and nodes that join it."""

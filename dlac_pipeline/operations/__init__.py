@@ -1,1 +1,1 @@
-"""Commands of an operator: rewind, fork, adopt, rehearse, status, and pending work."""
+"""Commands of an operator: rewind, fork, adopt, status, and pending work."""

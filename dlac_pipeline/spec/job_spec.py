@@ -111,7 +111,7 @@ class SourceSpec(spec_problems.Section):
     def _is_installed(cls, name: str) -> str:
         try:
             if name != ICEBERG:
-                SOURCES.find(name, setting="format", others=(ICEBERG,))
+                SOURCES.find(name, setting="source.format", others=(ICEBERG,))
         except BadInput as err:
             raise ValueError(str(err)) from err
         return name

@@ -1,6 +1,6 @@
 """Certificate of a request to forget rows: its state, its limits, and a script that checks it, signed with Ed25519.
 
-The signature is over the canonical JSON. docs/extensions/formats.md has the fields.
+The signature is over the canonical JSON. docs/extensions/erasure.md has the fields.
 """
 
 import json

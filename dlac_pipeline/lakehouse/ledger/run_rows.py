@@ -53,6 +53,8 @@ def no_such_run(run: str, runs: Sequence[str]) -> NoSuchRun:
     close = get_close_matches(run, runs, n=3) or [each for each in runs if each.casefold() == run.casefold()]
     if close:
         found = f"none: did you mean {' or '.join(map(repr, close))}?"
+    elif not runs:
+        found = "no run: begin one with `dlac train`"
     else:
         more = f" and {len(runs) - _RUNS_NAMED} more" if len(runs) > _RUNS_NAMED else ""
         found = f"only {list(runs[:_RUNS_NAMED])!r}{more}: name one of these, or begin the run with `dlac train`"

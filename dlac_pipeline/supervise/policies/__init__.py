@@ -1,1 +1,1 @@
-"""Policies after a failed attempt: restart, hangs, poison rows, corrupt row groups, stragglers."""
+"""Policies after a failed attempt: restart, poison rows, stragglers."""

@@ -41,5 +41,5 @@ def healing_of(launch: LaunchSpec) -> Healing | None:
     """Return the way of healing that a job spec chooses. None: a dead rank ends the attempt. Raises `BadInput` as `Door.load`."""
     if not launch.healing:
         return None
-    found: Healing = HEALING.load(launch.healing, setting="launch")()
+    found: Healing = HEALING.load(launch.healing, setting="launch.replicas")()
     return found
