@@ -116,6 +116,6 @@ def test_missing_way_is_named(spec: JobSpec, monkeypatch: pytest.MonkeyPatch) ->
     """A name that no distribution has is refused with those that are installed."""
     monkeypatch.setattr(LaunchSpec, "healing", property(lambda launch: "spare"))
     with pytest.raises(
-        BadInput, match=r"way of healing in launch, found 'spare': did you mean 'spares'\? .* replicas, spares"
+        BadInput, match=r"way of healing in launch.replicas, found 'spare': did you mean 'spares'\? .* replicas, spares"
     ):
         healing_of(spec.launch)
