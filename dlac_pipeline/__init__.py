@@ -35,11 +35,13 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     from importlib import import_module
-    from importlib.metadata import entry_points
 
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
-    # Extensions add classes. Python asks for submodules here before it imports them.
-    for point in entry_points(group="dlac.names", name=name) if name[:1].isupper() else ():
-        return point.load()
+    if name[:1].isupper():  # extensions add classes. Python asks for submodules here before it imports them
+        from dlac_pipeline.lakehouse.doors import Door
+
+        names = Door("dlac.names", "class of dlac_pipeline")
+        if name in names.points():
+            return names.load(name, setting="dlac_pipeline")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,7 +6,6 @@ import pytest
 
 from dlac_pipeline.elastic.ranks.this_process import GROUP_VARIABLE, ThisProcess, this_process
 from dlac_pipeline.lakehouse.errors import SpecInvalid
-from dlac_pipeline.plan.slots import DataCoordinate
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", GROUP_VARIABLE)
 
@@ -42,7 +41,6 @@ def test_launchers_number_a_process(
         monkeypatch.setenv(name, value)
     assert this_process() == found
     assert found.rank_of_all == rank_of_all
-    assert found.coordinate == DataCoordinate(found.rank, found.world_size)
 
 
 def test_other_texts_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ import os
 from dataclasses import dataclass
 
 from dlac_pipeline.lakehouse.errors import SpecInvalid
-from dlac_pipeline.plan.slots import DataCoordinate
 
 GROUP_VARIABLE = "DLAC_PROCESS_GROUP"
 """Variable with the number of this process's group, if an attempt has several process groups, which are equally large."""
@@ -35,21 +34,14 @@ class ThisProcess:
         """Number among all ranks of the attempt."""
         return (self.group or 0) * self.world_size + self.rank
 
-    @property
-    def coordinate(self) -> DataCoordinate:
-        """The share of each batch that the process reads, if its process group has all ranks of the attempt."""
-        return DataCoordinate(self.rank, self.world_size)
-
 
 def this_process() -> ThisProcess:
     """Read the environment. Raise `SpecInvalid` if a variable is no number."""
     rank, world_size = _numbers(RANK="0", WORLD_SIZE="1")
     local_rank, ranks_here = _numbers(LOCAL_RANK="", LOCAL_WORLD_SIZE="")
     (group,) = _numbers(**{GROUP_VARIABLE: ""})
-    if (
-        local_rank is not None and ranks_here
-    ):  # a supervisor counts through the groups of a node: each rank has a device
-        local_rank %= ranks_here
+    if local_rank is not None and ranks_here:
+        local_rank %= ranks_here  # a supervisor counts through the groups of a node, because each rank has a device
     return ThisProcess(
         rank=rank or 0,
         world_size=world_size or 1,
