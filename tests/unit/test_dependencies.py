@@ -11,7 +11,6 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
-import dagster  # noqa: F401  # its import starts a process, which no test here may
 import pytest
 
 import dlac_pipeline
