@@ -47,7 +47,7 @@ from dlac_pipeline.plan.planner import make_plan
 from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.read.memory import ALLOCATOR_SETTINGS
 from dlac_pipeline.read.opening.open_leg import open_leg
-from dlac_pipeline.read.reader import RankReader
+from dlac_pipeline.read.reader import BatchReader
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
 from examples.corpus.tokenizer import save_tokenizer, train_tokenizer
 
@@ -185,18 +185,18 @@ def job(home: Path, kind: Kind, *, shuffle: bool, threads: int = 2) -> JobSpec:
     ).resolved(home)
 
 
-def open_reader(home: Path, kind: Kind, *, shuffle: bool, threads: int = 2) -> RankReader:
+def open_reader(home: Path, kind: Kind, *, shuffle: bool, threads: int = 2) -> BatchReader:
     """Return the reader of the only rank."""
     spec = job(home, kind, shuffle=shuffle, threads=threads)
     lakehouse = Lake(home).lakehouse
     leg = first_leg(spec, [make_plan(lakehouse, spec.source)])
-    return open_leg(Plans(lakehouse), leg, spec).reader(rank=0, world_size=1)
+    return open_leg(Plans(lakehouse), leg, spec).reader()
 
 
 class Dlac:
     """The reader, in windows of batches."""
 
-    def __init__(self, reader: RankReader, kind: Kind) -> None:
+    def __init__(self, reader: BatchReader, kind: Kind) -> None:
         self._reader = reader
         self._kind = kind
         self._batches = iter(reader)

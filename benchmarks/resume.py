@@ -97,7 +97,7 @@ def _open_leg(home: Path, kind: Kind, leg: Leg, *, shuffle: bool) -> OpenLeg:
 
 def _first_batch_s(home: Path, kind: Kind, leg: Leg, step: int, *, shuffle: bool) -> float:
     started = time.perf_counter()
-    with closing(_open_leg(home, kind, leg, shuffle=shuffle).reader(rank=0, world_size=1, step=step)) as reader:
+    with closing(_open_leg(home, kind, leg, shuffle=shuffle).reader(step=step)) as reader:
         batch = next(iter(reader))
         assert batch.step == step + 1
         return time.perf_counter() - started
@@ -105,7 +105,7 @@ def _first_batch_s(home: Path, kind: Kind, leg: Leg, step: int, *, shuffle: bool
 
 def _replay_s(home: Path, kind: Kind, leg: Leg, step: int, *, shuffle: bool) -> float:
     started = time.perf_counter()
-    with closing(_open_leg(home, kind, leg, shuffle=shuffle).reader(rank=0, world_size=1)) as reader:
+    with closing(_open_leg(home, kind, leg, shuffle=shuffle).reader()) as reader:
         last = deque(itertools.islice(reader, step + 1), maxlen=1).pop()
         assert last.step == step + 1
         return time.perf_counter() - started
@@ -124,7 +124,7 @@ def _count_reads(home: Path, kind: Kind, leg: Leg, step: int, *, shuffle: bool) 
     opened = _open_leg(home, kind, leg, shuffle=shuffle)
     with (
         _counting() as count,
-        closing(opened.reader(rank=0, world_size=1, step=step, budget_bytes=0)) as reader,
+        closing(opened.reader(step=step, budget_bytes=0)) as reader,
     ):
         next(iter(reader))
     return count

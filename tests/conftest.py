@@ -216,10 +216,15 @@ class Arena:
         for row in self.lineage(run, head):
             for step in range(last + 1, row.step + 1):
                 trained = trained_by(claims, row.attempt, step)
-                world_size = next((each.memory_ranks for each in claims if each.memory_of == trained), row.world_size)
-                ranks, expected = written[trained, step], world_size if trained != row.attempt else row.world_size
+                sizes = [(each.memory_ranks, each.memory_readers) for each in claims if each.memory_of == trained]
+                if not sizes or trained == row.attempt:
+                    sizes = [(row.world_size, row.readers)]
+                (expected, readers), ranks = sizes[0], written[trained, step]
                 assert sorted(ranks) == list(range(expected)), f"step {step}: ranks {sorted(ranks)} wrote"
-                steps[step] = [row_id for rank in sorted(ranks) for row_id in ranks[rank]]
+                firsts = range(0, expected, expected // (readers or expected))
+                for rank, rows in ranks.items():
+                    assert rows == ranks[rank - rank % firsts.step], f"step {step}: rank {rank} read other rows"
+                steps[step] = [row_id for rank in firsts for row_id in ranks[rank]]
             last = row.step
         return steps
 

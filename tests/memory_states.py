@@ -31,6 +31,7 @@ STATE = RankState(
     step=13,
     rank=0,
     world_size=1,
+    readers=1,
     engine="torch",
     leg="{}",
     groups=[0],

@@ -63,7 +63,7 @@ def main() -> None:
             return loss
 
         def plain(step: int) -> float:
-            reader = opened.reader(rank=run.rank, world_size=run.world_size, step=step)
+            reader = opened.reader(coordinate=run.coordinate, step=step)
             reader.prefetch.settle()  # the tracked side's reader has read ahead, too
             started = time.perf_counter()
             for batch in islice(reader, steps):

@@ -236,7 +236,7 @@ def train(run: dlac.TrainingRun) -> None:
     with (Path(params["log"]) / f"{run.spec.run}-{run.rank}-{os.getpid()}.jsonl").open("a") as log:
         write(log, kind="begin", attempt=point.attempt, step=run.step + 1)  # it may have no row left to train on
         for batch in run.batches():
-            facts = {"attempt": point.attempt, "step": batch.step, "rank": run.rank, "ranks": batch.world_size}
+            facts = {"attempt": point.attempt, "step": batch.step, "rank": run.rank, "ranks": batch.readers}
             share = {**facts, "rows": rows_of(batch), "before": digests(trained)}
             write(log, **share, kind="share")
             done = trained.step(loss := loss_of(trained, batch))

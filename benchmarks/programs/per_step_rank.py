@@ -53,10 +53,10 @@ def main() -> None:
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
             rows = batch["row_id"][batch.valid].tolist()
-            journal.write("share", step=batch.step, rows=rows, groups=batch.world_size)
+            journal.write("share", step=batch.step, rows=rows, groups=batch.readers)
             if state.reduce(loss):
                 optimizer.step()
-                journal.write("committed", step=batch.step, rows=rows, groups=batch.world_size)
+                journal.write("committed", step=batch.step, rows=rows, groups=batch.readers)
             run.step_done(loss)
 
 

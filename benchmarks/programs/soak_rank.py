@@ -38,7 +38,7 @@ def main() -> None:
                 loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
                 time.sleep(float(params["pause_s"]))
                 rows = batch["row_id"][batch.valid].tolist()
-                name = {"attempt": point.attempt, "step": batch.step, "rank": run.rank, "ranks": batch.world_size}
+                name = {"attempt": point.attempt, "step": batch.step, "rank": run.rank, "ranks": batch.readers}
                 if isinstance(state, dlac.TorchFTState):
                     _write(journal, **name, rows=rows, done=False)
                     done = state.reduce(loss)

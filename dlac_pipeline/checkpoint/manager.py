@@ -300,5 +300,7 @@ class CheckpointManager:
             "step": taken.step,
             "groups": list(taken.groups),
             "cursors": [] if taken.cursors is None else taken.cursors.tolist(),
+            "reader": taken.coordinate.index,
             "advances": repeatable(taken.advances()),
+            "moved": taken.digest(),
         }

@@ -20,7 +20,7 @@ LAST_BATCHES: tuple[str, ...] = get_args(LastBatch)
 def as_batch(batch: DictBatch) -> Batch:
     """Return the `Batch` of a dict that a dataset gave, for its `mean` and `token_mean`, without its advances."""
     about = batch[ABOUT]
-    named = {name: about[name] for name in ("step", "valid", "source", "rows", "tokens", "world_size")}
+    named = {name: about[name] for name in ("step", "valid", "source", "rows", "tokens", "readers")}
     tensors = {name: tensor for name, tensor in batch.items() if name != ABOUT}
     return Batch(tensors=tensors, cursors=about["cursors"].cpu().numpy(), **named)
 
@@ -29,7 +29,7 @@ def as_dict(batch: Batch) -> DictBatch:
     """Return a batch as a dict: tensors by column, and facts of the batch. Raises `SpecInvalid` if a column has their key."""
     if ABOUT in batch.tensors:
         raise SpecInvalid(f"expected columns of other names than {ABOUT!r}, found it: let a transform rename it")
-    names = ("step", "valid", "source", "rows", "tokens", "world_size")
+    names = ("step", "valid", "source", "rows", "tokens", "readers")
     about = {name: getattr(batch, name) for name in names}
     return {**batch.tensors, ABOUT: {**about, "cursors": torch.from_numpy(batch.cursors)}}
 

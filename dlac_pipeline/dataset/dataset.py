@@ -20,12 +20,12 @@ from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.plan import Plans
-from dlac_pipeline.plan.slots import groups_of_slots
+from dlac_pipeline.plan.slots import DataCoordinate, groups_of_slots
 from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.read.batch import Batch, drop_empty_slots
 from dlac_pipeline.read.device import Device, DeviceCopies
 from dlac_pipeline.read.opening.open_leg import OpenLeg, open_leg
-from dlac_pipeline.read.reader import Exchange, RankReader, Sums, alone, summing_over
+from dlac_pipeline.read.reader import BatchReader, Exchange, Sums, alone, summing_over
 from dlac_pipeline.spec.job_spec import JobSpec
 
 # A worker that frees garbage of the process that forked it can crash: a connection to DuckDB waits for threads that it has not.
@@ -41,7 +41,7 @@ class DlacDataset(IterableDataset[DictBatch]):
 
     For a streamed leg (packing, a transform) all ranks have to agree on its end. They do under torch.distributed, iterated
     without workers or through `loader()`. Otherwise each rank ends when its key groups end, and a batch's `rows` and `tokens`
-    count this rank alone (`world_size` 1).
+    count this rank alone (`readers` 1).
     """
 
     def __init__(
@@ -49,8 +49,7 @@ class DlacDataset(IterableDataset[DictBatch]):
         spec: JobSpec,
         leg: Leg,
         *,
-        rank: int,
-        world_size: int,
+        coordinate: DataCoordinate,
         group: dist.ProcessGroup | None = None,
         last_batch: LastBatch = "partial",
         plans: Plans | None = None,
@@ -58,8 +57,8 @@ class DlacDataset(IterableDataset[DictBatch]):
         """Made by `open_dataset`. `plans` are plans that this process has made."""
         self.spec = spec
         self.leg = leg
-        self.rank = rank
-        self.world_size = world_size
+        self.coordinate = coordinate
+        """Share of the rows that this rank reads."""
         self.last_batch = last_batch
         self._group = group
         self._shares_end = group is not None
@@ -84,8 +83,8 @@ class DlacDataset(IterableDataset[DictBatch]):
     @property
     def key_groups(self) -> range:
         """The key groups that this rank reads."""
-        slots, per_group = self.leg.batch_size // self.world_size, self.leg.batch_size // self.leg.key_groups
-        return groups_of_slots(self.rank * slots, (self.rank + 1) * slots, per_group)
+        size = self.leg.batch_size
+        return groups_of_slots(self.coordinate.slots(size), size // self.leg.key_groups)
 
     def __len__(self) -> int:
         """Return the batches of the whole leg, all passes. Raises TypeError where only reading can show it."""
@@ -124,7 +123,7 @@ class DlacDataset(IterableDataset[DictBatch]):
         """Return the state with the parts of all ranks. All of them call it at the same step."""
         if self._group is None or not self._streamed:
             return self.state_dict()
-        tree = RankTree(self.rank, self.world_size, self._group)
+        tree = RankTree(self.coordinate.index, self.coordinate.count, self._group)
         parts = tree.gather(json.dumps(self.state_dict()).encode())
         gathered = tree.broadcast(None if parts is None else b"[" + b",".join(parts) + b"]")
         return states.merge_states(json.loads(gathered))
@@ -186,7 +185,7 @@ class DlacDataset(IterableDataset[DictBatch]):
             if not rows or self._is_dropped(rows, self.leg.batch_size):
                 return
             upcoming = self._ahead(batches, batch)
-            yield {**batch, ABOUT: {**batch[ABOUT], "rows": rows, "tokens": tokens, "world_size": self.world_size}}
+            yield {**batch, ABOUT: {**batch[ABOUT], "rows": rows, "tokens": tokens, "readers": self.coordinate.count}}
 
     @contextmanager
     def agreeing(self) -> Iterator[None]:
@@ -246,9 +245,9 @@ class DlacDataset(IterableDataset[DictBatch]):
             )
         if worker is not None and self._streamed and self._shares_end and not self._agreeing:
             raise SpecInvalid(
-                f"expected a packed or transformed dataset on {self.world_size} ranks to be read through dataset.loader(), or "
-                "with num_workers=0, found a worker of another DataLoader: its ranks end at different batches, and the others "
-                "would wait without an end"
+                f"expected a packed or transformed dataset on {self.coordinate.count} ranks to be read through "
+                "dataset.loader(), or with num_workers=0, found a worker of another DataLoader: its ranks end at different "
+                "batches, and the others would wait without an end"
             )
         self._begun_in = os.getpid()
         reader = self._reader(
@@ -256,7 +255,7 @@ class DlacDataset(IterableDataset[DictBatch]):
             budget_shares=1 if worker is None else worker.num_workers,
         )
         counts_all = not self._streamed or (self.ends_apart and worker is None)
-        full_rows = self.leg.batch_size if counts_all else self.leg.batch_size // self.world_size
+        full_rows = self.leg.batch_size if counts_all else self.leg.batch_size // self.coordinate.count
         try:
             for batch in self._turns(reader):
                 if iteration != self._iteration:
@@ -277,9 +276,9 @@ class DlacDataset(IterableDataset[DictBatch]):
     def _shaped(self, batch: Batch) -> Batch:
         return batch if self.last_batch == "pad" else drop_empty_slots(batch)
 
-    def _turns(self, reader: RankReader) -> Iterator[Batch]:
+    def _turns(self, reader: BatchReader) -> Iterator[Batch]:
         worker = get_worker_info()
-        if worker is None and (self.ends_apart or self.world_size == 1 or not self._streamed):
+        if worker is None and (self.ends_apart or self.coordinate.count == 1 or not self._streamed):
             return iter(reader)
         turn, workers = 0, 1
         if worker is not None:
@@ -287,9 +286,9 @@ class DlacDataset(IterableDataset[DictBatch]):
             workers = worker.num_workers
             turn = (worker.id - self._step + self._base) % workers
         batches = reader.every(workers, turn)
-        return (replace(batch, world_size=1) for batch in batches) if self._streamed else batches
+        return (replace(batch, readers=1) for batch in batches) if self._streamed else batches
 
-    def _reader(self, *, exchange: Exchange, budget_shares: int = 1) -> RankReader:
+    def _reader(self, *, exchange: Exchange, budget_shares: int = 1) -> BatchReader:
         opened = self._open()
         state = opened.start_state() if self._streamed else None
         if state is not None:  # the cursors of other ranks' key groups are not used
@@ -297,8 +296,7 @@ class DlacDataset(IterableDataset[DictBatch]):
                 for source, cursor in enumerate(cursors):
                     state[source][group] = Cursor(*cursor)
         return opened.reader(
-            rank=self.rank,
-            world_size=self.world_size,
+            coordinate=self.coordinate,
             step=self._step,
             state=state,
             exchange=exchange,

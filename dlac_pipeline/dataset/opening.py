@@ -22,6 +22,7 @@ from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.plan.legs.choice import check_tokens, first_leg, plan_sources
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.plan import Plans
+from dlac_pipeline.plan.slots import ALL_SLOTS, DataCoordinate
 from dlac_pipeline.spec import job_spec
 
 _log = logging.getLogger(__name__)
@@ -61,12 +62,13 @@ def open_dataset(
     _check_types(spec=spec, home=home, lakehouse=lakehouse, state=state)
     job = _spec_of(spec, settings, lakehouse).resolved(Path(home) if home is not None else job_spec.home_folder())
     _check_readable(job, last_batch)
-    rank, world_size = _share(rank, world_size, job.order.batch_size)
-    joined = world_size > 1 and dist.is_initialized() and (rank, world_size) == (dist.get_rank(), dist.get_world_size())
+    coordinate = _share(rank, world_size, job.order.batch_size)
+    is_own = dist.is_initialized() and coordinate == DataCoordinate(dist.get_rank(), dist.get_world_size())
+    joined = coordinate.count > 1 and is_own
     group = dist.new_group(backend="gloo") if joined else None
     saved = read_state(state) if state is not None else None
     leg, plans = _plan_leg(job, group) if saved is None else (Leg.from_json(saved["leg"]["json"]), None)
-    dataset = DlacDataset(job, leg, rank=rank, world_size=world_size, group=group, last_batch=last_batch, plans=plans)
+    dataset = DlacDataset(job, leg, coordinate=coordinate, group=group, last_batch=last_batch, plans=plans)
     if saved is not None:
         check_requested(job, leg)
     dataset.load_state_dict(dataset.state_dict() if saved is None else saved)
@@ -75,16 +77,18 @@ def open_dataset(
     return dataset
 
 
-def _share(rank: SupportsIndex | None, world_size: SupportsIndex | None, batch_size: int) -> tuple[int, int]:
-    """Return rank and world size. A share that the environment chose is logged."""
+def _share(rank: SupportsIndex | None, world_size: SupportsIndex | None, batch_size: int) -> DataCoordinate:
+    """Return the share of this rank. One that the environment chose is logged."""
     is_named = rank is not None and world_size is not None
-    own_rank, own_world_size = (0, 1) if is_named else _own_place()
-    chosen_rank = own_rank if rank is None else _whole("rank", rank)
-    chosen_world_size = own_world_size if world_size is None else _whole("world_size", world_size)
-    _check_place(chosen_rank, chosen_world_size, batch_size)
-    if chosen_world_size > 1 and not is_named and not dist.is_initialized():
-        _log_share(chosen_rank, chosen_world_size)
-    return chosen_rank, chosen_world_size
+    own = ALL_SLOTS if is_named else _own_share()
+    coordinate = DataCoordinate(
+        own.index if rank is None else _whole("rank", rank),
+        own.count if world_size is None else _whole("world_size", world_size),
+    )
+    _check_share(coordinate, batch_size)
+    if coordinate.count > 1 and not is_named and not dist.is_initialized():
+        _log_share(coordinate)
+    return coordinate
 
 
 def _check_readable(spec: job_spec.JobSpec, last_batch: str) -> None:
@@ -178,29 +182,29 @@ def _whole(name: str, value: SupportsIndex) -> int:
         ) from err
 
 
-def _check_place(rank: int, world_size: int, batch_size: int) -> None:
-    if not (0 <= rank < world_size and batch_size % world_size == 0):
+def _check_share(coordinate: DataCoordinate, batch_size: int) -> None:
+    rank, readers = coordinate.index, coordinate.count
+    if not (0 <= rank < readers and batch_size % readers == 0):
         raise SpecInvalid(
             f"expected 0 <= rank < world_size, and a world_size that divides the batch size {batch_size}, found rank "
-            f"{rank!r} of {world_size!r}: correct them, or batch_size"
+            f"{rank!r} of {readers!r}: correct them, or batch_size"
         )
 
 
-def _own_place() -> tuple[int, int]:
-    """Return (rank, world size) of this process. Raises `SpecInvalid` if RANK or WORLD_SIZE is no number."""
+def _own_share() -> DataCoordinate:
+    """Return the share of this process. Raises `SpecInvalid` if RANK or WORLD_SIZE is no number."""
     if dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    this = this_process()
-    return this.rank, this.world_size
+        return DataCoordinate(dist.get_rank(), dist.get_world_size())
+    return this_process().coordinate
 
 
-def _log_share(rank: int, world_size: int) -> None:
+def _log_share(coordinate: DataCoordinate) -> None:
     """Log that the environment chose the share of the rows. A shell may have variables of an earlier job."""
     _log.log(
         logging.INFO if "TORCHELASTIC_RUN_ID" in os.environ else logging.WARNING,
         "open_dataset() reads the share of rank %d of %d, because RANK is %r and WORLD_SIZE is %r in the environment: pass "
         "rank=0 and world_size=1 to read all rows, or unset them",
-        *(rank, world_size, os.environ.get("RANK"), os.environ.get("WORLD_SIZE")),
+        *(coordinate.index, coordinate.count, os.environ.get("RANK"), os.environ.get("WORLD_SIZE")),
     )
 
 

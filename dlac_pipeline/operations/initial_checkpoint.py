@@ -100,6 +100,6 @@ def _votes(opened: OpenLeg, files: Sequence[FileEntry], world_size: int) -> list
     start = opened.start_state()
     cursors = [[list(start[source][group]) for source in range(len(start))] for group in groups]
     empty: Vote = {name: [] for name in ("files", "groups", "cursors", "advances")}
-    nothing: Vote = {**empty, "failure": None, "node": "", "phases": {}, "step": 0}
+    nothing: Vote = {**empty, "failure": None, "node": "", "phases": {}, "step": 0, "moved": ""}
     first = {**nothing, "files": [asdict(entry) for entry in files], "groups": list(groups), "cursors": cursors}
-    return [first, *[nothing] * (world_size - 1)]
+    return [{**(nothing if rank else first), "reader": rank} for rank in range(world_size)]

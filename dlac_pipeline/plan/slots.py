@@ -1,6 +1,6 @@
-"""Slots of a global batch: the ranks that work on them, and the key groups that fill them.
+"""Which slots of a global batch a reader reads, and which key groups give them.
 
-Readers and the commands that look a step up share these functions, so that both name the same rank.
+A coordinate is a reader's place among all readers. Two readers differ by at most one slot.
 """
 
 from dataclasses import dataclass
@@ -8,22 +8,25 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class DataCoordinate:
-    """Share of each global batch that a process reads: the one at `index` of `count`, in the order of the slots."""
+    """Share of each global batch: the one at `index` of `count`, in the order of the slots. Several processes may read it."""
 
     index: int
     count: int
 
-
-def slots_of(place: int, ranks: int, batch_size: int) -> range:
-    """Return the slots of a global batch that the rank at a place works on. Two ranks differ by at most one slot."""
-    return range(place * batch_size // ranks, (place + 1) * batch_size // ranks)
-
-
-def rank_index_of(slot: int, ranks: int, batch_size: int) -> int:
-    """Return the place of the rank that works on a slot, as `slots_of` divides them."""
-    return ((slot + 1) * ranks - 1) // batch_size
+    def slots(self, batch_size: int) -> range:
+        """Return the slots of a global batch that belong to the share."""
+        return range(self.index * batch_size // self.count, (self.index + 1) * batch_size // self.count)
 
 
-def groups_of_slots(low: int, high: int, per_group: int) -> range:
-    """Return the key groups that give a batch its slots from `low` to before `high`, `per_group` each."""
-    return range(low // per_group, -(-high // per_group))
+ALL_SLOTS = DataCoordinate(0, 1)
+"""The share of an only reader."""
+
+
+def reader_of(slot: int, readers: int, batch_size: int) -> int:
+    """Return the index of the coordinate that a slot belongs to, among `readers`."""
+    return ((slot + 1) * readers - 1) // batch_size
+
+
+def groups_of_slots(slots: range, per_group: int) -> range:
+    """Return the key groups that give a batch consecutive slots, `per_group` each."""
+    return range(slots.start // per_group, -(-slots.stop // per_group))

@@ -1,4 +1,4 @@
-"""A rank's batch for one optimizer step: tensors, the valid samples, and the cursors after it."""
+"""A reader's batch for one optimizer step: tensors, the valid samples, and the cursors after it."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -18,30 +18,31 @@ def _nothing(*losses: torch.Tensor) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """Share of a rank in a global batch: B/W slots. At the end of the last pass the last ones may be empty.
+    """Share of a reader in a global batch: B/R slots. At the end of the last pass the last ones may be empty.
 
-    Where W does not divide B, B/W is rounded up or down. In host memory, or on the requested device.
+    Where the R readers do not divide B, B/R is rounded up or down. In host memory, or on the requested device.
     """
 
     step: int
     """The optimizer step that this batch is for, counted from 1."""
     tensors: dict[str, torch.Tensor]
-    """Column -> tensor [B/W] or [B/W, length], zeros in empty slots. Packed: tokens, document and position, each [B/W, T]."""
+    """Column -> tensor [B/R] or [B/R, length], zeros in empty slots. Packed: tokens, document and position, each [B/R, T]."""
     valid: torch.Tensor
-    """bool [B/W]: false in empty slots."""
+    """bool [B/R]: false in empty slots."""
     source: torch.Tensor
-    """int64 [B/W]: the number of the source of each sample, -1 in empty slots."""
+    """int64 [B/R]: the number of the source of each sample, -1 in empty slots."""
     rows: int
-    """Valid samples of the global batch, over all ranks."""
+    """Valid samples of the global batch, over all readers."""
     tokens: int
-    """Tokens of the global batch, over all ranks, without padding. Without packing, the samples."""
-    world_size: int
+    """Tokens of the global batch, over all readers, without padding. Without packing, the samples."""
+    readers: int
+    """Number of readers that share the global batch. Processes of one reader have the same batch."""
     cursors: Ints
-    """The cursors of this rank's key groups after the batch, int64 [key groups, sources, 4]: pass, block, position, offset."""
+    """The cursors of this reader's key groups after the batch, int64 [key groups, sources, 4]: pass, block, position, offset."""
     moved: tuple[Moved, ...] = ()
     """The ranges that the batch moved, where the step does not determine them."""
     micro_batches: int = 1
-    """Number of micro-batches of the rank's batch, this one included. Their gradients are averaged."""
+    """Number of micro-batches of this batch, this one included. Their gradients are averaged."""
     on_mean: Callable[[torch.Tensor], None] = field(default=_nothing, repr=False)
     """Receives the losses of samples or tokens when their mean is requested: the forward part of the step is done."""
     on_weight: Callable[[], None] = field(default=_nothing, repr=False)
@@ -65,18 +66,19 @@ class Batch:
         It is 1 if every slot of the global batch is valid, and 0 if this batch has no valid sample.
         """
         self.on_weight()
-        return int(self.valid.sum()) * self.world_size * self.micro_batches / self.rows
+        return int(self.valid.sum()) * self.readers * self.micro_batches / self.rows
 
     def mean(self, per_sample: torch.Tensor) -> torch.Tensor:
-        """Return this rank's share of the global mean of `per_sample` [B/W], times the number of ranks, on the same device.
+        """Return this reader's share of the global mean of `per_sample` [B/R], times the number of readers, on the same device.
 
-        Averaging over ranks, as data-parallel engines do with gradients, then gives the mean over the valid samples of the
-        global batch, for any number of ranks and of empty slots. Of a micro-batch, the average over the micro-batches does.
+        Averaging over readers, as data-parallel engines do with gradients, then gives the mean over the valid samples of the
+        global batch, for any number of readers and of empty slots. Each reader may have equally many processes. Of a
+        micro-batch, the average over the micro-batches does.
         """
         return self._share(per_sample, counted=self.valid, of=self.rows)
 
     def token_mean(self, per_token: torch.Tensor) -> torch.Tensor:
-        """Return the mean of `per_token` [B/W, T] over the tokens of a packed global batch. Padding does not count."""
+        """Return the mean of `per_token` [B/R, T] over the tokens of a packed global batch. Padding does not count."""
         return self._share(per_token, counted=self.tensors["document"] > 0, of=self.tokens)
 
     def _share(self, losses: torch.Tensor, *, counted: torch.Tensor, of: int) -> torch.Tensor:
@@ -84,7 +86,7 @@ class Batch:
         self.on_weight()
         mask = counted.to(losses.device, non_blocking=counted.is_pinned())
         share = torch.where(mask, losses, torch.zeros_like(losses)).sum()
-        return share * (self.world_size * self.micro_batches / of)
+        return share * (self.readers * self.micro_batches / of)
 
 
 def drop_empty_slots(batch: Batch) -> Batch:

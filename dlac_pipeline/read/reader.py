@@ -1,10 +1,10 @@
-"""Reader of a rank: the order and a reader state in, batches of tensors out.
+"""Reader of one share of the batches: the order and a reader state in, batches of tensors out.
 
-1. Rank r of W works on slots [rB/W, (r+1)B/W) of every global batch, rounded down. Slot s belongs to key group s // (B/G).
+1. Reader r of R reads slots [rB/R, (r+1)B/R) of every global batch, rounded down. Slot s belongs to key group s // (B/G).
 2. Each of its key groups divides its slots among the sources, and fills them from one stream per source.
 3. Blocks are decoded and prepared ahead. A batch is gathered from them by index, directly into one array per column.
 
-Resume requires an unchanged leg. The number of ranks may change.
+Resume requires an unchanged leg. The number of readers may change.
 """
 
 import math
@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.plan.order import ReaderState
-from dlac_pipeline.plan.slots import groups_of_slots, slots_of
+from dlac_pipeline.plan.slots import DataCoordinate, groups_of_slots
 from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.plan.units import Ints
 from dlac_pipeline.read.assemble import assemble, assemble_run
@@ -43,13 +43,13 @@ _RUN_BYTES = 2**24
 _EMPTY_PASSES = 10
 """Passes per key group: a row that one key group in G gets in each pass is missed by one group in e^10."""
 Sums = Callable[[], Sequence[int]]
-"""Waits for numbers that are being summed over all ranks, and returns the sums."""
+"""Waits for numbers that are being summed over all readers, and returns the sums."""
 Exchange = Callable[[Sequence[int]], Sums]
-"""Starts to sum numbers over all ranks, without waiting."""
+"""Starts to sum numbers over all readers, without waiting."""
 
 
 def alone(counts: Sequence[int]) -> Sums:
-    """The sums over one rank."""
+    """The sums over one reader."""
     return lambda: counts
 
 
@@ -60,12 +60,15 @@ class Waits:
     seconds: float = 0.0
 
 
-def summing_over(group: dist.ProcessGroup | None, waits: Waits | None = None) -> Exchange:
-    """Sums over the ranks of a gloo group that nothing else uses, or over this rank alone. `waits` counts waiting."""
+def summing_over(group: dist.ProcessGroup | None, waits: Waits | None = None, *, counts_here: bool = True) -> Exchange:
+    """Sums over the readers in a gloo group that nothing else uses, or over this one alone. `waits` counts waiting.
+
+    `counts_here` is false for a process whose reader's counts another process gives.
+    """
     waited = waits or Waits()
 
     def start(counts: Sequence[int]) -> Sums:
-        numbers = torch.tensor(counts, dtype=torch.int64)
+        numbers = torch.tensor(counts, dtype=torch.int64) * counts_here
         work = None if group is None else dist.all_reduce(numbers, group=group, async_op=True)
 
         def wait() -> Sequence[int]:
@@ -82,18 +85,17 @@ def summing_over(group: dist.ProcessGroup | None, waits: Waits | None = None) ->
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadStart:
-    """Start of one rank's reader: the rank of `world_size`, the step after which it reads, and the cursors there."""
+    """Start of a reader: its share, the step after which it reads, and the cursors there."""
 
-    rank: int
-    world_size: int
+    coordinate: DataCoordinate
     step: int
     state: ReaderState
     uneven: bool = False
-    """Allow a number of ranks that does not divide the batch size. Every rank still needs a slot."""
+    """Allow a number of readers that does not divide the batch size. Every reader still needs a slot."""
 
 
-class RankReader:
-    """Batches of one rank, from its start to the end of the leg."""
+class BatchReader:
+    """Batches of one reader, from its start to the end of the leg."""
 
     def __init__(
         self,
@@ -106,25 +108,23 @@ class RankReader:
         exchange: Exchange = alone,
     ) -> None:
         order = opened.order
-        rank, world_size, step = start.rank, start.world_size, start.step
+        readers, step = start.coordinate.count, start.step
         batch_size, per_group = order.settings.batch_size, order.settings.samples_per_group
-        if batch_size < world_size or (batch_size % world_size and not start.uneven):
-            raise SpecInvalid(
-                f"expected a number of ranks that divides the batch size {batch_size}, found {world_size}"
-            )
+        if batch_size < readers or (batch_size % readers and not start.uneven):
+            raise SpecInvalid(f"expected a number of ranks that divides the batch size {batch_size}, found {readers}")
         self._order = order
         self._kinds = opened.kinds()
         self._lengths: dict[str, int] = {}
         self._ready: deque[Batch] = deque()
         self._buffers = buffers
         self._opened = opened
-        self._world_size = world_size
+        self._readers = readers
         self._step = step
-        slots = slots_of(rank, world_size, batch_size)
+        slots = start.coordinate.slots(batch_size)
         low, high, self._slots = slots.start, slots.stop, len(slots)
         self.prefetch = prefetch
         self._exchange = exchange
-        self.groups = groups_of_slots(low, high, per_group)
+        self.groups = groups_of_slots(slots, per_group)
         self._parts = [
             GroupReader(
                 order.mixture,
@@ -148,8 +148,8 @@ class RankReader:
     def every(self, count: int, first: int = 0) -> Iterator[Batch]:
         """Yield the `first`-th (from 0) of the remaining batches, and every `count`-th from then on, and skip the rest.
 
-        Several processes that read for the same rank use it. Nothing is exchanged: `rows` and `tokens` of a streamed leg
-        count this rank's share, and it ends with this rank's key groups.
+        Several processes that take turns for one reader use it. Nothing is exchanged: `rows` and `tokens` of a streamed leg
+        count this reader's share, and it ends with this reader's key groups.
         """
         between, last, counted = first, self._order.total_steps, self._order.counted
         while last is None or self._step < last:
@@ -182,7 +182,7 @@ class RankReader:
             yield self._read(rows, rows)[0]
 
     def _ready_batches(self, last: int | None) -> int:
-        """Return how many batches can be gathered together: none waits for a block, all of them are full, on every rank."""
+        """Return how many batches can be gathered together: none waits for a block, all of them are full, for every reader."""
         kinds = self._kinds.values()
         if not self._lengths or any(kind.ragged for kind in kinds):
             return 0
@@ -226,17 +226,17 @@ class RankReader:
                 source=source[index],
                 rows=rows,
                 tokens=rows,
-                world_size=self._world_size,
+                readers=self._readers,
                 cursors=cursors[index],
             )
 
     def _batches_with_counts(self) -> Iterator[Batch]:
-        """Read one batch ahead, because all ranks must have read a batch before its total is known."""
+        """Read one batch ahead, because all readers must have read a batch before its total is known."""
         upcoming = self._ahead()
         while upcoming is not None:
             batch, sums = upcoming
-            rows, tokens, lasting, ranks = sums()
-            full = rows == self._order.settings.batch_size and lasting == ranks
+            rows, tokens, lasting, readers = sums()
+            full = rows == self._order.settings.batch_size and lasting == readers
             if not rows or not lasting or not (full or not self._order.settings.pending_tail):
                 return
             upcoming = self._ahead()
@@ -250,13 +250,13 @@ class RankReader:
         return batch, self._exchange([samples, _items_of(taken), self._lasts(taken), 1])
 
     def _belongs_to_leg(self, samples: int, taken: Sequence[GroupBatch]) -> bool:
-        """Return True if a batch with so many samples of this rank belongs to the leg, as far as this rank knows."""
+        """Return True if a batch with so many samples of this reader belongs to the leg, as far as this reader knows."""
         if self._order.counted:
             return True
         return self._lasts(taken) and samples >= (self._slots if self._order.settings.pending_tail else 1)
 
     def _lasts(self, taken: Sequence[GroupBatch]) -> bool:
-        """Return True if the leg lasts beyond the batch before, for the key groups of this rank.
+        """Return True if the leg lasts beyond the batch before, for the key groups of this reader.
 
         It lasts as long as a finite source remains, or if its rows may stay pending, until the first source ends.
         """
@@ -269,7 +269,7 @@ class RankReader:
         )
 
     def _take(self, *, give: bool = True) -> tuple[list[GroupBatch], Ints]:
-        """Take the next batch from the key groups. Return their parts, and the source of each slot of this rank."""
+        """Take the next batch from the key groups. Return their parts, and the source of each slot of this reader."""
         self._step += 1
         taken = [part.take(give=give) for part in self._parts]
         mine = [each.source_of[part.low : part.high] for part, each in zip(self._parts, taken, strict=True)]
@@ -284,7 +284,7 @@ class RankReader:
             source=torch.from_numpy(source),
             rows=rows,
             tokens=tokens,
-            world_size=self._world_size,
+            readers=self._readers,
             cursors=np.array([part.cursors for part in self._parts], dtype=np.int64),
             moved=()
             if self._order.counted
@@ -313,7 +313,7 @@ class RankReader:
         return arrays
 
     def _learn(self, columns: Columns) -> None:
-        """Remember the columns, for batches in which this rank has no sample."""
+        """Remember the columns, for batches in which this reader has no sample."""
         for name, column in columns.items():
             listed = column.offsets is None and column.values.ndim > 1
             length = column.values.shape[1] if listed else None

@@ -5,11 +5,15 @@ sources it keeps the readers' reports, joined per block. Otherwise the order and
 """
 
 import copy
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from blake3 import blake3
+
 from dlac_pipeline.lakehouse.errors import CursorMismatch
-from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow
+from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow, repeatable
+from dlac_pipeline.plan.slots import ALL_SLOTS, DataCoordinate
 from dlac_pipeline.plan.units import Ints
 from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.read.line import BlockAdvance, merge
@@ -34,6 +38,10 @@ class ReaderStateTracker:
     """Key groups whose cursors this rank reports."""
     step: int = 0
     """Last finished step. 0: `committed_step`."""
+    coordinate: DataCoordinate = ALL_SLOTS
+    """Share of the batches that this rank reads."""
+    speaks: bool = True
+    """True if this rank reports the moves of its share. Another rank may read the same share."""
     cursors: Ints | None = None
     """Cursors after `step`, int64 [groups, sources, 4], or None where others vote on them."""
     losses: list[float] = field(default_factory=list)
@@ -74,11 +82,14 @@ class ReaderStateTracker:
             start = skipped + 1
 
     def advances(self) -> Iterator[AdvanceRow]:
-        """Moves of streamed sources since the last checkpoint."""
+        """Moves of streamed sources since the last checkpoint, as this rank reports them: each is reported once per share."""
         yield from self.earlier
-        for (source, group), moves in self._moved.items():
-            for moved in moves:
-                yield _advance(source, group, moved)
+        if self.speaks:
+            yield from self._own_advances()
+
+    def digest(self) -> str:
+        """Return the digest of the moves that this rank has seen. Ranks that read the same share have the same one."""
+        return blake3(json.dumps(repeatable(self._own_advances())).encode()).hexdigest()
 
     def take(self) -> "ReaderStateTracker":
         """Return the record since the last checkpoint was taken, and begin the record for the next one."""
@@ -86,6 +97,11 @@ class ReaderStateTracker:
         self.committed_step = self.step
         self.losses, self.skipped, self.memberships, self.earlier, self._moved = [], [], [], [], {}
         return taken
+
+    def _own_advances(self) -> Iterator[AdvanceRow]:
+        for (source, group), moves in self._moved.items():
+            for moved in moves:
+                yield _advance(source, group, moved)
 
     def _add(self, moves: list[_Moved], step: int, applied: bool, advance: BlockAdvance) -> None:
         last = moves[-1] if moves else None

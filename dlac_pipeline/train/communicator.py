@@ -24,6 +24,7 @@ class Communicator:
         """`waits` counts the waits of reading for other ranks."""
         self.rank = process.rank
         self.world_size = process.world_size
+        self.coordinate, self.speaks = process.coordinate, process.speaks
         local_rank = process.rank if process.local_rank is None else process.local_rank
         self.is_first_of_node = process.world_size == 1 or local_rank == 0
         self.first_rank_here = 0 if process.world_size == 1 else process.rank - local_rank
@@ -55,7 +56,7 @@ class Communicator:
         It has a group of its own: a script may read ahead in a thread, and collectives of a group need one order.
         """
         apart = None if self._group is None or counted else self._new_group()
-        return summing_over(apart, self._waits)
+        return summing_over(apart, self._waits, counts_here=self.speaks)
 
     def close(self) -> None:
         """Leave the process group."""

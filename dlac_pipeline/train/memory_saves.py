@@ -314,6 +314,7 @@ class MemorySaves:
             step=tracker.step,
             rank=rank,
             world_size=self._communicator.world_size,
+            readers=self._communicator.coordinate.count,
             engine=engine.name,
             leg=point.leg,
             groups=list(tracker.groups),

@@ -135,7 +135,7 @@ def open_attempt(
         leg=opened.leg,
         order=opened.order,
         reader=reader,
-        tracker=_begin_tracker(point, reader, state, memory, is_first=communicator.rank == 0),
+        tracker=_begin_tracker(point, reader, state, memory, communicator),
         manager=manager,
         plans=plans,
         memory=memory,
@@ -144,18 +144,24 @@ def open_attempt(
 
 def _open_reader(opened: OpenLeg, step: int, state: ReaderState, communicator: Communicator) -> Reader:
     exchange = communicator.exchange(counted=opened.order.counted)
-    rank, world_size = communicator.rank, communicator.world_size
-    return opened.reader(rank=rank, world_size=world_size, step=step, state=state, exchange=exchange)
+    return opened.reader(coordinate=communicator.coordinate, step=step, state=state, exchange=exchange)
 
 
 def _begin_tracker(
-    point: ResumePoint, reader: Reader, state: ReaderState, memory: RestoredMemory | None, *, is_first: bool
+    point: ResumePoint, reader: Reader, state: ReaderState, memory: RestoredMemory | None, communicator: Communicator
 ) -> ReaderStateTracker:
     cursors = np.array([[source[group] for source in state] for group in reader.groups], dtype=np.int64)
-    tracker = ReaderStateTracker(committed_step=point.head_step, step=point.step, groups=reader.groups, cursors=cursors)
+    tracker = ReaderStateTracker(
+        committed_step=point.head_step,
+        step=point.step,
+        groups=reader.groups,
+        coordinate=communicator.coordinate,
+        speaks=communicator.speaks,
+        cursors=cursors,
+    )
     if memory is not None:
         tracker.losses, tracker.skipped = memory.trained.losses, memory.trained.skipped
-        tracker.earlier = memory.advances if is_first else []
+        tracker.earlier = memory.advances if communicator.rank == 0 else []
     return tracker
 
 

@@ -40,7 +40,7 @@ class RunLoader:
     def __init__(
         self, run: "TrainingRun", inputs: Callable[[Batch], Any] | None, *, micro_batches: int, device: Any
     ) -> None:
-        samples = run.spec.order.batch_size // run.world_size
+        samples = run.spec.order.batch_size // run.coordinate.count
         if micro_batches < 1 or samples % micro_batches:
             raise SpecInvalid(
                 f"expected a number of micro-batches that divides the {samples} samples of a rank's batch, found "
@@ -120,7 +120,7 @@ def cut(batch: Batch, parts: int, *, full: bool) -> Iterator[tuple[Batch, float]
     for part in range(parts):
         low, high = samples * part // parts, samples * (part + 1) // parts
         found = take_slots(kept, low, high) if low < high else _invalid(kept if samples else batch)
-        mine, weight = slots[low:high], (high - low) * batch.world_size * parts / batch.rows
+        mine, weight = slots[low:high], (high - low) * batch.readers * parts / batch.rows
         yield replace(found, micro_batches=parts, on_mean=place_losses(batch, mine)), weight
 
 

@@ -86,6 +86,8 @@ class TrainingRun:
         hang_timeout_s = spec.launch.hang_timeout_s
         self._communicator = Communicator(process, self._heartbeat.waits, hang_timeout_s=hang_timeout_s)
         self.world_size = self._communicator.world_size
+        self.coordinate = self._communicator.coordinate
+        """Share of each global batch that this rank reads."""
         self._policy = CheckpointPolicy(
             spec, process.rank, folder, self._events, ends_with_launcher=self.ends_with_launcher
         )
@@ -378,6 +380,8 @@ class TrainingRun:
         """Yield the reader's batches, with a heartbeat before and after each."""
         self._heartbeat.reading()
         for batch in self._attempt.reader:
-            handed = self._heartbeat.handed(batch, counted=self._attempt.order.counted)
+            handed = self._heartbeat.handed(
+                batch, counted=self._attempt.order.counted, speaks=self._communicator.speaks
+            )
             yield self._checkpointing.spikes.watch(handed)
             self._heartbeat.reading()

@@ -22,6 +22,7 @@ from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.order import LegOrder, ReaderState
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.plan.planner import make_plan
+from dlac_pipeline.plan.slots import DataCoordinate
 from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.read.opening.open_leg import OpenLeg, open_leg
@@ -156,8 +157,7 @@ class Run:
             order = leg.order(opened.order.sources[0].units)  # a separate order: ranks share no memory
             order.mixture = opened.order.mixture  # its tables take long to make
             reader = replace(opened, order=order).reader(
-                rank=number,
-                world_size=world_size,
+                coordinate=DataCoordinate(number, world_size),
                 step=self.step,
                 state=self.state,
                 exchange=summing.exchange(),

@@ -15,6 +15,7 @@ import torch
 
 from dlac_pipeline.dataset import as_batch, open_dataset
 from dlac_pipeline.lakehouse.errors import SpecInvalid
+from dlac_pipeline.plan.slots import DataCoordinate
 from tests.integration.datasets import Datasets, seen
 
 
@@ -57,7 +58,7 @@ def test_a_job_spec_opens_the_same_dataset(datasets: Datasets, tmp_path: Path, m
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "4")
     dataset = open_dataset(by_path.spec)
-    assert (dataset.rank, dataset.world_size, dataset.key_groups) == (1, 4, range(1, 2))
+    assert (dataset.coordinate, dataset.key_groups) == (DataCoordinate(1, 4), range(1, 2))
     assert next(iter(dataset))["row_id"].tolist() == datasets.whole("rows")[0]["row_id"][2:4]
 
 
@@ -81,17 +82,17 @@ def test_stale_variables_are_logged(
 def test_integers_of_libraries_are_ranks(datasets: Datasets, kind: Callable[[int], Any]) -> None:
     """Rank and world size may come from NumPy or PyTorch: they become Python's integers, as states need them."""
     dataset = datasets.open(rank=kind(1), world_size=kind(2))
-    assert (type(dataset.rank), type(dataset.world_size)) == (int, int)
+    assert (type(dataset.coordinate.index), type(dataset.coordinate.count)) == (int, int)
     assert next(iter(dataset))["row_id"].tolist() == datasets.whole("rows")[0]["row_id"][4:]
 
 
 def test_a_rank_alone_counts_for_itself(datasets: Datasets) -> None:
     """Without a process group a streamed batch's mean covers the rank's samples; a counted one's is the global share."""
     batch = as_batch(next(iter(datasets.open("packed", rank=1, world_size=2))))
-    assert (batch.rows, batch.world_size, batch["tokens"].shape) == (4, 1, (4, 16))
+    assert (batch.rows, batch.readers, batch["tokens"].shape) == (4, 1, (4, 16))
     assert batch.mean(torch.ones(4)) == 1
     batch = as_batch(next(iter(datasets.open("rows", rank=1, world_size=2))))
-    assert (batch.rows, batch.world_size) == (8, 2)
+    assert (batch.rows, batch.readers) == (8, 2)
     assert batch.mean(torch.ones(4)) == 1
 
 

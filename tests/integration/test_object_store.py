@@ -60,7 +60,7 @@ def test_a_row_group_is_read_in_one_range(store: ObjectStore, tmp_path: Path) ->
     spec = job(store, tmp_path / "home")
     lakehouse = connect(spec.lakehouse)
     leg = first_leg(spec, [make_plan(lakehouse, spec.source)])
-    reader = open_leg(Plans(lakehouse), leg, spec).reader(rank=0, world_size=1)
+    reader = open_leg(Plans(lakehouse), leg, spec).reader()
     before = store.requests("GET", "/src/t/data/")
     seen = [row for batch in reader for row in batch["row_id"][batch.valid].tolist()]
     reader.close()

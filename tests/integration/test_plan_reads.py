@@ -49,7 +49,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def _open_and_read(plans: Plans, point: ResumePoint, spec: JobSpec) -> None:
-    with closing(open_leg(plans, Leg.from_json(point.leg), spec).reader(rank=0, world_size=1)) as reader:
+    with closing(open_leg(plans, Leg.from_json(point.leg), spec).reader()) as reader:
         next(iter(reader))
 
 

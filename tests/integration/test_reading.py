@@ -13,6 +13,7 @@ from dlac_pipeline.lakehouse.errors import DataFileUnreadable, SpecInvalid, Unsu
 from dlac_pipeline.plan.legs.choice import first_leg
 from dlac_pipeline.plan.plan import Plan, Plans
 from dlac_pipeline.plan.planner import make_plan
+from dlac_pipeline.plan.slots import DataCoordinate
 from dlac_pipeline.read import streams
 from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.read.opening.open_leg import open_leg
@@ -47,7 +48,7 @@ def read(
     opened = open_leg(Plans(arena.lakehouse), first_leg(spec, [plan]), spec)
     batches = []
     for rank in range(world_size):
-        reader = opened.reader(rank=rank, world_size=world_size, step=step, budget_bytes=budget_bytes)
+        reader = opened.reader(coordinate=DataCoordinate(rank, world_size), step=step, budget_bytes=budget_bytes)
         with closing(reader):
             batches.append(list(reader))
     return batches
@@ -163,7 +164,7 @@ def test_table_order_holds_few_slices(arena: Arena, monkeypatch: pytest.MonkeyPa
         order = ORDER.model_copy(update={"shuffle": False, "block_slices": 8})
         spec = arena.spec("r", columns=list(plan.columns)).model_copy(update={"order": order})
         opened = open_leg(Plans(arena.lakehouse), first_leg(spec, [plan]), spec)
-        with closing(opened.reader(rank=0, world_size=1)) as reader:
+        with closing(opened.reader()) as reader:
             rows = 0
             for batch in reader:
                 rows += len(batch["row_id"])

@@ -34,7 +34,7 @@ def opened(arena: Arena) -> OpenLeg:
 
 def read_alone(opened: OpenLeg) -> list[Batch]:
     """The global batches, as one rank reads them."""
-    with closing(opened.reader(rank=0, world_size=1)) as reader:
+    with closing(opened.reader()) as reader:
         return list(reader)
 
 

@@ -40,7 +40,8 @@ for batch in dataset.loader(num_workers=workers):
     if about["step"] == 9:
         state = dataset.gathered_state()
     dist.barrier()
-saying = {"steps": steps, "state": state, "place": [dataset.rank, dataset.world_size], "end": dataset.gathered_state()}
+place = [dataset.coordinate.index, dataset.coordinate.count]
+saying = {"steps": steps, "state": state, "place": place, "end": dataset.gathered_state()}
 with open(f"{folder}/rank-{dist.get_rank()}.json", "w") as stream:
     json.dump(saying, stream)
 dist.destroy_process_group()

@@ -212,13 +212,13 @@ def train(run: dlac.TrainingRun) -> None:
         loss = batch.mean((model(features).squeeze(-1) - target) ** 2)
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        write(run, event="share", step=step, rows=rows, ranks=batch.world_size, pid=os.getpid(), at=time.time())
+        write(run, event="share", step=step, rows=rows, ranks=batch.readers, pid=os.getpid(), at=time.time())
         time.sleep(float(params.get("pause_s", "0")))
         if state.reduce(loss):
             if is_now(run, "dies_committed", step):
                 die()
             optimizer.step()
-            write(run, event="committed", step=step, ranks=batch.world_size, pid=os.getpid(), at=time.time())
+            write(run, event="committed", step=step, ranks=batch.readers, pid=os.getpid(), at=time.time())
         state.dies_saving = is_now(run, "dies_saving", step)
         run.step_done(loss)
 

@@ -36,7 +36,7 @@ def batch_of(step: int) -> Batch:
         source=torch.tensor([0, -1]),
         rows=1,
         tokens=3,
-        world_size=1,
+        readers=1,
         cursors=np.zeros((1, 1, 4), dtype=np.int64),
     )
 

@@ -21,7 +21,7 @@ def packed() -> Batch:
         source=torch.tensor([0, -1]),
         rows=3,
         tokens=10,
-        world_size=2,
+        readers=2,
         cursors=np.zeros((1, 1, 4), dtype=np.int64),
     )
 
@@ -70,7 +70,7 @@ def rank_batch(rank: int, rows: int, *, world_size: int = 2, slots: int = 5) -> 
         source=torch.where(valid, 0, -1),
         rows=rows,
         tokens=rows,
-        world_size=world_size,
+        readers=world_size,
         cursors=np.zeros((1, 1, 4), dtype=np.int64),
     )
 

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 
-from dlac_pipeline.checkpoint.commit.ledger_rows import Vote, agreed_reader_state
+from dlac_pipeline.checkpoint.commit.ledger_rows import RowMaker, Vote, agreed_reader_state
 from dlac_pipeline.lakehouse.errors import CursorMismatch
+from dlac_pipeline.plan.legs.leg import LegSequences
 from dlac_pipeline.plan.source_order import Cursor
+from dlac_pipeline.track.tracker import ReaderStateTracker
 from dlac_pipeline.train.open_attempt import check_restored
-from tests.legs import order_of, units_of
+from tests.legs import leg_of, order_of, units_of
 
 ORDER = order_of(units_of([40, 40]))
 STEP = 3
@@ -27,6 +29,8 @@ def votes(**changes: Any) -> list[Vote]:
         "groups": [],
         "cursors": [],
         "advances": [],
+        "reader": 0,
+        "moved": "a",
     }
     made = [
         {**nothing, "groups": groups, "cursors": [[list(source[group]) for source in state] for group in groups]}
@@ -47,6 +51,19 @@ def test_disagreeing_rank_is_refused() -> None:
         agreed_reader_state(ORDER, votes(cursors=shifted), STEP)
     with pytest.raises(CursorMismatch, match="expected rank 1 at step 3, found step 4"):
         agreed_reader_state(ORDER, votes(step=STEP + 1), STEP)
+
+
+def test_other_moves_of_a_share_are_refused() -> None:
+    """Two ranks of one share, of which one has seen other rows, prevent the commit. Ranks of two shares may differ."""
+    leg = leg_of(sequences=LegSequences(length=8))
+    taken = ReaderStateTracker(committed_step=0, groups=range(4), step=STEP)
+    maker, found = RowMaker(leg, leg.order({"p": units_of([40])})), votes(reader=1, moved="b")
+    assert maker.advances(taken, found) == []
+    found[1]["reader"] = 0
+    with pytest.raises(
+        CursorMismatch, match=r"expected ranks 0 and 1, which read the same share, .* up to step 3, found"
+    ):
+        maker.advances(taken, found)
 
 
 def test_shifted_cursor_is_named() -> None:

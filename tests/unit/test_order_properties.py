@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlac_pipeline.plan.order import LegOrder
-from dlac_pipeline.plan.slots import rank_index_of, slots_of
+from dlac_pipeline.plan.slots import DataCoordinate, reader_of
 from dlac_pipeline.plan.source_order import Cursor, RowRange
 from tests.legs import order_of, units_of
 
@@ -177,6 +177,6 @@ def test_slot_names_its_rank() -> None:
     """Each slot has one rank, the one whose slots have it, where the number of ranks divides the batch and where not."""
     for batch_size in range(1, 33):
         for ranks in range(1, batch_size + 1):
-            shares = [slots_of(place, ranks, batch_size) for place in range(ranks)]
-            named = [rank_index_of(slot, ranks, batch_size) for slot in range(batch_size)]
+            shares = [DataCoordinate(place, ranks).slots(batch_size) for place in range(ranks)]
+            named = [reader_of(slot, ranks, batch_size) for slot in range(batch_size)]
             assert named == [place for place, slots in enumerate(shares) for _ in slots]

@@ -23,7 +23,7 @@ def batch(step: int = 1) -> Batch:
         source=torch.tensor([0, 0, -1]),
         rows=2,
         tokens=7,
-        world_size=2,
+        readers=2,
         cursors=np.zeros((0, 1, 4), dtype=np.int64),
     )
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from dlac_pipeline.elastic.ranks.this_process import GROUP_VARIABLE, ThisProcess, this_process
+from dlac_pipeline.elastic.ranks.this_process import GROUP_VARIABLE, READER_VARIABLE, ThisProcess, this_process
 from dlac_pipeline.lakehouse.errors import SpecInvalid
+from dlac_pipeline.plan.slots import DataCoordinate
 
-VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", GROUP_VARIABLE)
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", GROUP_VARIABLE, READER_VARIABLE)
 
 
 @pytest.mark.parametrize(
@@ -41,6 +42,21 @@ def test_launchers_number_a_process(
         monkeypatch.setenv(name, value)
     assert this_process() == found
     assert found.rank_of_all == rank_of_all
+
+
+def test_consecutive_processes_share_a_coordinate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each two of six processes read one of three shares, and the first reports it. A number with a rest is refused."""
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    monkeypatch.setenv(READER_VARIABLE, "2")
+    found = []
+    for rank in range(6):
+        monkeypatch.setenv("RANK", str(rank))
+        found.append((this_process().coordinate, this_process().speaks))
+    assert found == [(DataCoordinate(index, 3), first) for index in range(3) for first in (True, False)]
+    for wrong in ("4", "0", "-2"):
+        monkeypatch.setenv(READER_VARIABLE, wrong)
+        with pytest.raises(SpecInvalid, match=f"divides the 6 processes, found {wrong}"):
+            this_process()
 
 
 def test_other_texts_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ def batch(step: int) -> Batch:
         source=torch.zeros(0, dtype=torch.int64),
         rows=0,
         tokens=0,
-        world_size=1,
+        readers=1,
         cursors=np.array([[[0, 0, step, 0]]], dtype=np.int64),
     )
 

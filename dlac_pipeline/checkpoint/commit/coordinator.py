@@ -9,7 +9,13 @@ from importlib.util import find_spec
 from typing import Any
 
 from dlac_pipeline.checkpoint.collectives import failure_named, name_failure
-from dlac_pipeline.checkpoint.commit.ledger_rows import AttemptLeg, RowMaker, Vote, agreed_reader_state
+from dlac_pipeline.checkpoint.commit.ledger_rows import (
+    AttemptLeg,
+    RowMaker,
+    Vote,
+    agreed_reader_state,
+    readers_of,
+)
 from dlac_pipeline.checkpoint.commit.local_copies import holders_of, nodes_of_ranks
 from dlac_pipeline.checkpoint.commit.retention import Retention
 from dlac_pipeline.checkpoint.manifest import FileEntry, Manifest, config_digest, content_digest, mark_committed
@@ -136,6 +142,7 @@ class Committer:
             model_digest=manifest.model_digest,
             bytes=sum(entry.bytes for entry in manifest.files),
             phases=dict(phases),
+            readers=readers_of(votes),
             **prepared.note,
         )
         started = time.monotonic()

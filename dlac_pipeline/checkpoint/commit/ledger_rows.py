@@ -106,6 +106,7 @@ class RowMaker:
     def advances(self, taken: ReaderStateTracker, votes: Sequence[Vote]) -> list[AdvanceRow]:
         """Return the ranges that all ranks consumed since the last checkpoint: by the order, or by the readers' votes."""
         if not self._order.counted:
+            _check_moves(votes, taken.step)
             found = parse_columns([advance for vote in votes for advance in vote["advances"]])
             advances = [row for row in found if isinstance(row, AdvanceRow)]
             return sorted(advances, key=lambda each: (each.source, each.key_group))
@@ -115,6 +116,23 @@ class RowMaker:
             for group in range(self._order.settings.key_groups)
             for advance in self._order.advances(group, first, last, applied=applied)
         ]
+
+
+def readers_of(votes: Sequence[Vote]) -> int:
+    """Return the number of shares in which the ranks read the batches."""
+    return len({vote["reader"] for vote in votes})
+
+
+def _check_moves(votes: Sequence[Vote], step: int) -> None:
+    """Raise `CursorMismatch` if ranks of one share have seen other moves, of which the ledger has those of one rank."""
+    first: dict[int, int] = {}
+    for rank, vote in enumerate(votes):
+        speaker = first.setdefault(vote["reader"], rank)
+        if vote["moved"] != votes[speaker]["moved"]:
+            raise CursorMismatch(
+                f"expected ranks {speaker} and {rank}, which read the same share, to have the same rows up to step {step}, found "
+                "other ones: the transform or the tokenizer is not deterministic; nothing was committed"
+            )
 
 
 def agreed_reader_state(order: LegOrder, votes: Sequence[Vote], step: int) -> list[list[list[int]]]:

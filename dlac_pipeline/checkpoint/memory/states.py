@@ -67,6 +67,8 @@ class RankState:
     step: int
     rank: int
     world_size: int
+    readers: int
+    """Number of shares in which the ranks read the batches."""
     engine: str
     leg: str
     """The leg as JSON."""

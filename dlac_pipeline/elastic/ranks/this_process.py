@@ -1,13 +1,17 @@
 """This process among those of its job, by the variables of its launcher: a supervisor, torchrun, or the `deepspeed` launcher.
 
-The rest of the core reads these variables here: RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE.
+The rest of the core reads these variables here: RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE. A process has a rank, and a
+share of the batch. Consecutive processes may have one share, as tensor-parallel processes do.
 """
 
 import os
 from dataclasses import dataclass
 
 from dlac_pipeline.lakehouse.errors import SpecInvalid
+from dlac_pipeline.plan.slots import DataCoordinate
 
+READER_VARIABLE = "DLAC_PROCESSES_PER_READER"
+"""Variable with the number of consecutive processes that read one share of the batch. It divides the world size. Default: 1."""
 GROUP_VARIABLE = "DLAC_PROCESS_GROUP"
 """Variable with the number of this process's group, if an attempt has several process groups, which are equally large."""
 
@@ -20,6 +24,8 @@ class ThisProcess:
     """Number in the process group."""
     world_size: int = 1
     """Number of processes in the process group."""
+    per_reader: int = 1
+    """Number of consecutive processes that read one share of the batch."""
     has_rank: bool = False
     """True if a launcher has numbered the process."""
     group: int | None = None
@@ -28,6 +34,16 @@ class ThisProcess:
     """Number among the processes of the group on this node. None: no launcher has counted them."""
     ranks_here: int | None = None
     """Number of these processes. None: no launcher has counted them."""
+
+    @property
+    def coordinate(self) -> DataCoordinate:
+        """Share of the batch that this process reads, among the shares of its process group."""
+        return DataCoordinate(self.rank // self.per_reader, self.world_size // self.per_reader)
+
+    @property
+    def speaks(self) -> bool:
+        """True for the first process of a coordinate. It alone reports what the coordinate reads."""
+        return self.rank % self.per_reader == 0
 
     @property
     def rank_of_all(self) -> int:
@@ -40,11 +56,17 @@ def this_process() -> ThisProcess:
     rank, world_size = _numbers(RANK="0", WORLD_SIZE="1")
     local_rank, ranks_here = _numbers(LOCAL_RANK="", LOCAL_WORLD_SIZE="")
     (group,) = _numbers(**{GROUP_VARIABLE: ""})
+    (per_reader,) = _numbers(**{READER_VARIABLE: "1"})
+    if not per_reader or per_reader < 1 or (world_size or 1) % per_reader:
+        raise SpecInvalid(
+            f"expected in {READER_VARIABLE} a number that divides the {world_size} processes, found {per_reader}: correct it"
+        )
     if local_rank is not None and ranks_here:
         local_rank %= ranks_here  # a supervisor counts through the groups of a node, because each rank has a device
     return ThisProcess(
         rank=rank or 0,
         world_size=world_size or 1,
+        per_reader=per_reader,
         has_rank="RANK" in os.environ,
         group=group,
         local_rank=local_rank,

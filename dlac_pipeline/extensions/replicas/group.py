@@ -158,8 +158,8 @@ class ReplicaGroup:
     @property
     def coordinate(self) -> DataCoordinate:
         """Share of this rank among the ranks of the last quorum."""
-        size = self._communicator.world_size
-        return DataCoordinate(self.share.index * size + self._communicator.rank, self.share.count * size)
+        own = self._communicator.coordinate
+        return DataCoordinate(self.share.index * own.count + own.index, self.share.count * own.count)
 
     @property
     def commits(self) -> bool:

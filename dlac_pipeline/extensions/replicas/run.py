@@ -21,7 +21,7 @@ from dlac_pipeline.extensions.replicas.own_launch import OwnLaunch
 from dlac_pipeline.extensions.replicas.rank import REJOINS_VARIABLE, limit_s, take_own_group
 from dlac_pipeline.extensions.replicas.share_reader import ShareReader
 from dlac_pipeline.lakehouse.errors import ScriptInvalid, TrainingFailed
-from dlac_pipeline.plan.slots import DataCoordinate, groups_of_slots, slots_of
+from dlac_pipeline.plan.slots import DataCoordinate, groups_of_slots
 from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.read.opening.open_leg import OpenLeg
 from dlac_pipeline.spec.job_spec import JobSpec
@@ -179,8 +179,8 @@ class QuorumReader:
         """Yield the remaining batches, and again the batches of steps that did not commit."""
         while (found := self._next_share()) is not None and self._shares.has(found[0]):
             step, share = found
-            slots = slots_of(share.index, share.count, self._settings.batch_size)
-            self.groups = groups_of_slots(slots.start, slots.stop, self._settings.samples_per_group)
+            slots = share.slots(self._settings.batch_size)
+            self.groups = groups_of_slots(slots, self._settings.samples_per_group)
             batch = self._shares.read(step, share)
             seed_rng(self._seed, step, share.index)  # a step depends on its membership only
             yield batch

@@ -10,7 +10,7 @@ from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.plan.slots import DataCoordinate
 from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.read.opening.open_leg import OpenLeg
-from dlac_pipeline.read.reader import RankReader
+from dlac_pipeline.read.reader import BatchReader
 
 
 class ShareReader:
@@ -25,7 +25,7 @@ class ShareReader:
             )
         self._opened = opened
         self._coordinate: DataCoordinate | None = None
-        self._reader: RankReader | None = None
+        self._reader: BatchReader | None = None
         self._batches: Iterator[Batch] = iter(())
         self._batch: Batch | None = None
         """The last batch, which a step that was not committed needs again."""
@@ -51,8 +51,6 @@ class ShareReader:
 
     def _open(self, step: int, coordinate: DataCoordinate) -> None:
         self.close()
-        self._reader = self._opened.reader(
-            rank=coordinate.index, world_size=coordinate.count, step=step - 1, uneven=True
-        )
+        self._reader = self._opened.reader(coordinate=coordinate, step=step - 1, uneven=True)
         self._batches, self._batch = iter(self._reader), None
         self._coordinate, self._step = coordinate, step - 1

@@ -31,12 +31,12 @@ class RunDataLoader:
     def build(self, *, dp_world_size: int, dp_rank: int, local_batch_size: int, **others: Any) -> RunLoader:
         """Return the loader. Raise `SpecInvalid` if ranks share a batch, or the local batch size does not divide a rank's."""
         run = self._run
-        if (dp_rank, dp_world_size) != (run.rank, run.world_size):
+        if (dp_rank, dp_world_size) != (run.coordinate.index, run.coordinate.count):
             raise SpecInvalid(
                 f"expected one data-parallel rank per process, {run.rank} of {run.world_size}, found {dp_rank} of "
                 f"{dp_world_size}: tensor, context and pipeline parallelism are not supported here"
             )
-        samples = run.spec.order.batch_size // run.world_size
+        samples = run.spec.order.batch_size // run.coordinate.count
         if samples % local_batch_size:
             raise SpecInvalid(
                 f"expected a local batch size that divides the {samples} samples of a rank's batch, found {local_batch_size}: "
@@ -104,7 +104,7 @@ class RunCheckpointer:
 
     def save(self, curr_step: int, last_step: bool = False) -> bool:
         """Record the optimizer step that has just ended, and take a checkpoint if one is due, or after the last step."""
-        loss, self._loss = self._loss * self._run.world_size, 0.0
+        loss, self._loss = self._loss * self._run.coordinate.count, 0.0
         before = self._run.head
         self._run.step_done(loss)
         self._run.finish_step()  # torchtitan counts the next step before it asks for a batch

@@ -78,6 +78,9 @@ class CheckpointRow(LedgerRow, kind="checkpoint"):
     step: int = 0
     leg: int = 0
     world_size: int = 0
+    """Processes that took it."""
+    readers: int = 0
+    """Number of shares in which they read the batches, a divisor of `world_size`. 0: one each."""
     manifest_uri: str = ""
     manifest_digest: str = ""
     model_digest: str = ""
@@ -191,6 +194,8 @@ class ClaimRow(LedgerRow, kind="claim"):
     """Step of that state."""
     memory_ranks: int = 0
     """Ranks that trained up to it."""
+    memory_readers: int = 0
+    """Number of shares in which these read the batches. 0: one each."""
     memory_at: float = 0.0
     """Time at which they kept it, in seconds since the epoch."""
     memory_rows: int = 0

@@ -10,6 +10,7 @@ from dlac_pipeline.plan.legs.choice import check_alike
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.order import LegOrder, ReaderState
 from dlac_pipeline.plan.plan import Plan, Plans
+from dlac_pipeline.plan.slots import ALL_SLOTS, DataCoordinate
 from dlac_pipeline.plan.source_order import RowRange
 from dlac_pipeline.plan.units import UnitTable
 from dlac_pipeline.read.assemble import shape_of
@@ -17,7 +18,7 @@ from dlac_pipeline.read.documents import Kinds
 from dlac_pipeline.read.memory import Buffers
 from dlac_pipeline.read.opening.open_source import OpenSource, changed_since_plan, open_source
 from dlac_pipeline.read.prefetch import Prefetcher
-from dlac_pipeline.read.reader import Exchange, RankReader, ReadStart, alone, open_streams
+from dlac_pipeline.read.reader import BatchReader, Exchange, ReadStart, alone, open_streams
 from dlac_pipeline.read.streams import Columns
 from dlac_pipeline.rows.columns import Column, ColumnKind
 from dlac_pipeline.rows.tokenizing import Tokenizer, load_tokenizer
@@ -26,7 +27,7 @@ from dlac_pipeline.spec.job_spec import JobSpec
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpenLeg:
-    """A leg whose plans and tables are open. It makes readers for any rank."""
+    """A leg whose plans and tables are open. It makes readers for any share."""
 
     leg: Leg
     spec: JobSpec
@@ -47,19 +48,18 @@ class OpenLeg:
     def reader(
         self,
         *,
-        rank: int,
-        world_size: int,
+        coordinate: DataCoordinate = ALL_SLOTS,
         step: int | None = None,
         state: ReaderState | None = None,
         exchange: Exchange = alone,
         budget_bytes: int | None = None,
         uneven: bool = False,
-    ) -> RankReader:
-        """Return the reader of one rank, from after `step` (unset: the leg's beginning). A streamed leg needs `state`.
+    ) -> BatchReader:
+        """Return the reader of one share, from after `step` (unset: the leg's beginning). A streamed leg needs `state`.
 
         `budget_bytes` defaults to the spec's budget.
 
-        Raises `SpecInvalid` if the number of ranks does not divide the batch size, unless shares may be `uneven`.
+        Raises `SpecInvalid` if the number of readers does not divide the batch size, unless shares may be `uneven`.
         """
         step = self.leg.start_step if step is None else step
         if state is None:
@@ -73,12 +73,12 @@ class OpenLeg:
             budget_bytes=budget_bytes * 15 // 16,
             beside_bytes=lambda: batches.nbytes + sum(source.decoder.shared_bytes for source in self.sources),
         )
-        return RankReader(
+        return BatchReader(
             self,
             open_streams(self, prefetch),
             prefetch,
             batches,
-            ReadStart(rank=rank, world_size=world_size, step=step, state=state, uneven=uneven),
+            ReadStart(coordinate=coordinate, step=step, state=state, uneven=uneven),
             exchange=exchange,
         )
 

@@ -55,14 +55,17 @@ class HeartbeatWriter:
         self._since, self.waits.seconds = time.monotonic(), 0.0
         self._write()
 
-    def handed(self, batch: Batch, *, counted: bool) -> Batch:
-        """Note that the rank has a batch until its step is done. `counted`: its samples are rows."""
+    def handed(self, batch: Batch, *, counted: bool, speaks: bool = True) -> Batch:
+        """Note that the rank has a batch until its step is done. `counted`: its samples are rows.
+
+        Rows count where a rank `speaks` for all ranks with the same batch.
+        """
         now = time.monotonic()
         self._spent.reading_us += int(max(0.0, now - self._since - self.waits.seconds) * 1e6)
         self._since, self._forward_s = now, 0.0
         self._spent.in_hand = batch.step
         moved = sum(advance.rows_consumed for _, _, advance in batch.moved)
-        self._rows_in_hand = int(batch.valid.sum()) if counted else moved
+        self._rows_in_hand = speaks * (int(batch.valid.sum()) if counted else moved)
         if batch.moved and self._descriptor is not None:  # else the step determines the ranges
             ranges = [
                 [source, group, each.pass_index, each.block, each.position_start, each.position_end]

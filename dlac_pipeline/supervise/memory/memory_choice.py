@@ -66,7 +66,12 @@ class MemoryChoice:
             if head is not None and may_resume(state, rows, head, replaced=self.replaced):
                 first, worked_on = state.first, sum(each.rows for each in state.ranks)
                 named = {"memory_of": first.attempt, "memory_step": first.step, "memory_rows": worked_on}
-                return {**named, "memory_ranks": first.world_size, "memory_at": first.saved_at}
+                return {
+                    **named,
+                    "memory_ranks": first.world_size,
+                    "memory_readers": first.readers,
+                    "memory_at": first.saved_at,
+                }
         return {}
 
     def find_claimed(self, fence: Fence, *, leg: str) -> ClaimedState | None:

@@ -28,10 +28,10 @@ class CommittedStep:
     checkpoint: CheckpointRow
     """The first checkpoint of the surviving lineage that includes the step."""
     parent: CheckpointRow | None
-    ranks: Sequence[int]
-    """The ranks that trained the step, in the order of their slots. Those of absent process groups are missing."""
+    readers: Sequence[range]
+    """The ranks of each reader that trained the step, in the order of the slots. Those of absent process groups are missing."""
     nodes: Sequence[str]
-    """Node of each of these ranks. Empty: the ledger does not have them."""
+    """Node of the first rank of each reader. Empty: the ledger does not have them."""
 
 
 class CommittedSteps:
@@ -73,16 +73,17 @@ class CommittedSteps:
         trained = trained_by(self.rows, checkpoint.attempt, step)
         if trained != checkpoint.attempt:  # a later attempt resumed from its memory
             before = next(row for row in self.rows if isinstance(row, ClaimRow) and row.memory_of == trained)
-            checkpoint = replace(checkpoint, world_size=before.memory_ranks)
+            checkpoint = replace(checkpoint, world_size=before.memory_ranks, readers=before.memory_readers)
             claim = claim_of(self.rows, trained)
             nodes = self._nodes_of(trained) if claim.rendezvous else [claim.host] * before.memory_ranks
-        ranks = self._ranks_of(checkpoint, step)
-        if len(nodes) != len(ranks):  # they are those of the process group that took the checkpoint
+        readers = self._readers_of(checkpoint, step)
+        if len(nodes) != sum(map(len, readers)):  # they are those of the process group that took the checkpoint
             nodes = []
-        return CommittedStep(step=step, leg=leg, checkpoint=checkpoint, parent=parent, ranks=ranks, nodes=nodes)
+        firsts = nodes[:: len(readers[0])]
+        return CommittedStep(step=step, leg=leg, checkpoint=checkpoint, parent=parent, readers=readers, nodes=firsts)
 
-    def _ranks_of(self, checkpoint: CheckpointRow, step: int) -> list[int]:
-        """Return the ranks that trained a step: of several process groups, those that were present."""
+    def _readers_of(self, checkpoint: CheckpointRow, step: int) -> list[range]:
+        """Return the ranks of each reader that trained a step: of several process groups, those that were present."""
         size, lineage = checkpoint.world_size, {each.checkpoint_id for each in self.lineage}
         known = [
             row
@@ -92,7 +93,9 @@ class CommittedSteps:
         ]
         last = max(known, key=lambda row: row.first_step, default=None)
         groups = [0] if last is None else last.groups
-        return [group * size + rank for group in groups for rank in range(size)]
+        each = size // (checkpoint.readers or size)
+        firsts = [group * size + rank for group in groups for rank in range(0, size, each)]
+        return [range(first, first + each) for first in firsts]
 
     def losses(self) -> dict[int, float]:
         """Return the loss of each applied step of the surviving lineage."""

@@ -17,7 +17,7 @@ from dlac_pipeline.plan.cut import Slices
 from dlac_pipeline.plan.legs.leg import Leg, LegSource
 from dlac_pipeline.plan.order import LegOrder
 from dlac_pipeline.plan.plan import Plans
-from dlac_pipeline.plan.slots import rank_index_of, slots_of
+from dlac_pipeline.plan.slots import DataCoordinate, reader_of
 from dlac_pipeline.read.blocks import BlockDecoder, open_decoder
 from dlac_pipeline.read.prefetch import Prefetcher
 from dlac_pipeline.read.step_rows import SampleRow, sample_rows, undecoded_streams
@@ -28,7 +28,7 @@ from dlac_pipeline.supervise.steps.committed_steps import CommittedStep, Committ
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRow(SampleRow):
-    """A row of a step, and the rank that trained on it."""
+    """A row of a step, and the first rank that trained on it."""
 
     run: str
     step: int
@@ -98,27 +98,30 @@ class StepRows:
 
     def of_found(self, found: CommittedStep, *, rank: int | None = None, column: str | None = None) -> list[StepRow]:
         """Return the rows of a step that was found. Raises as `of`."""
-        ranks, batch_size = found.ranks, found.leg.batch_size
+        readers, batch_size = found.readers, found.leg.batch_size
+        ranks = [each for mine in readers for each in mine]
         if rank is not None and rank not in ranks:
-            is_range = list(ranks) == list(range(len(ranks)))
+            is_range = ranks == list(range(len(ranks)))
             known = f"0 to {len(ranks) - 1}" if is_range else ", ".join(map(str, ranks))
             raise SpecInvalid(
                 f"expected one of the ranks {known} of step {found.step}, found {rank}: name one of these"
             )
-        slots = range(batch_size) if rank is None else slots_of(ranks.index(rank), len(ranks), batch_size)
+        own = next((index for index, each in enumerate(readers) if rank in each), None)
+        slots = range(batch_size) if own is None else DataCoordinate(own, len(readers)).slots(batch_size)
         samples = self._samples(found, slots)
+        read_by = [reader_of(each.slot, len(readers), batch_size) for each in samples]
         values = [None] * len(samples) if column is None else self.values(found.leg, samples, column)
         return [
             StepRow(
                 run=self.run,
                 step=found.step,
-                rank=ranks[place := rank_index_of(each.slot, len(ranks), batch_size)],
-                node=found.nodes[place] if found.nodes else None,
+                rank=readers[reader][0] if rank is None else rank,
+                node=found.nodes[reader] if found.nodes else None,
                 source_table=found.leg.sources[each.source].table,
                 value=value,
                 **{name: getattr(each, name) for name in _SAMPLE},
             )
-            for each, value in zip(samples, values, strict=True)
+            for each, value, reader in zip(samples, values, read_by, strict=True)
         ]
 
     def tables(self, leg: Leg) -> list[str]:

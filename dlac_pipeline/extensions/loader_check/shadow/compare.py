@@ -24,6 +24,7 @@ from dlac_pipeline.plan.legs.choice import first_leg
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.plan.planner import make_plan
+from dlac_pipeline.plan.slots import DataCoordinate
 from dlac_pipeline.read.opening.open_leg import OpenLeg, open_leg
 from dlac_pipeline.spec.job_spec import JobSpec, SequenceSpec
 
@@ -389,7 +390,9 @@ def replay_launches(pinned: _Snapshot, launches: Sequence[Launch], *, passes: in
     for launch, end in _launches_in_model(launches, finished=finished):
         saved, first[launch.number] = state, []
         for rank in range(launch.world_size):
-            dataset = DlacDataset(spec, pinned.leg(spec), rank=rank, world_size=launch.world_size, plans=pinned.plans)
+            dataset = DlacDataset(
+                spec, pinned.leg(spec), coordinate=DataCoordinate(rank, launch.world_size), plans=pinned.plans
+            )
             if saved is not None:
                 dataset.load_state_dict(json.loads(json.dumps(saved)))
             batches = iter(dataset)
