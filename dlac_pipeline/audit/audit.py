@@ -16,13 +16,13 @@ from typing import Any
 
 import duckdb
 import pyarrow as pa
-import pyarrow.parquet as pq
 from pyiceberg.io import FileIO
 from pyiceberg.table import Table
 
 from dlac_pipeline.audit.lakehouse_sql import open_audit, rows_of
 from dlac_pipeline.audit.record import is_continued, read_audit_record, read_merged, write_audit_record
 from dlac_pipeline.lakehouse.errors import NoSuchTable
+from dlac_pipeline.lakehouse.files.open_file import open_file
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.iceberg.sources import retained_snapshots
 from dlac_pipeline.lakehouse.ledger.branches import checkpoint_of, last_seq_as_head
@@ -200,13 +200,12 @@ def _source_files(connection: duckdb.DuckDBPyConnection, lakehouse: Lakehouse) -
 def _problem_of_file(io: FileIO, path: str, units: list[dict[str, Any]], expired: set[str]) -> str | None:
     try:
         with io.new_input(path).open() as stream:
-            footer = pq.ParquetFile(stream).metadata
+            counts = open_file(path, stream, ()).footer.rows
     except (OSError, pa.ArrowInvalid) as err:
         if isinstance(err, FileNotFoundError) and expired.issuperset(unit["plan_id"] for unit in units):
             return None
         groups = len({unit["row_group"] for unit in units})
         return f"expected the data file {path!r} with {groups} planned row groups, found {type(err).__name__}: {err}"
-    counts = [footer.row_group(index).num_rows for index in range(footer.num_row_groups)]
     found = dict(enumerate(zip(accumulate(counts, initial=0), counts, strict=False)))  # the first row, and how many
     for unit in units:
         planned = (unit["first_row"], unit["rows"])

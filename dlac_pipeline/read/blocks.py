@@ -9,14 +9,15 @@ from urllib.parse import urlsplit
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from pyiceberg.io import FileIO
 from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 from pyiceberg.table.name_mapping import NameMapping
 
 from dlac_pipeline.lakehouse.errors import DataFileUnreadable
-from dlac_pipeline.lakehouse.iceberg.columns import FileColumns, lacks_columns, name_mapping_of, open_parquet
+from dlac_pipeline.lakehouse.files.file_format import Footer
+from dlac_pipeline.lakehouse.files.open_file import OpenFile, format_of, open_file
+from dlac_pipeline.lakehouse.iceberg.columns import FileColumns, lacks_columns, name_mapping_of
 from dlac_pipeline.lakehouse.iceberg.data_files import live_files
 from dlac_pipeline.lakehouse.iceberg.deletes import Once
 from dlac_pipeline.plan.cut import Slices
@@ -86,9 +87,9 @@ class BlockDecoder:
     def row_group(self, path: str, row_group: int, rows: int) -> pa.Table:
         """A row group, planned with `rows` rows. Raises `UnitUnreadable` if it is missing, corrupt or of another length."""
         with self._naming(path, row_group):
-            metadata, columns = self._open(path)
-            table = self._read(path, metadata, row_group, columns.in_file) if columns.in_file else None
-        found = metadata.row_group(row_group).num_rows if table is None else table.num_rows
+            footer, columns = self._open(path)
+            table = self._read(path, footer, row_group, columns.in_file) if columns.in_file else None
+        found = footer.rows[row_group] if table is None else table.num_rows
         if found != rows:
             raise UnitUnreadable(
                 f"expected {rows} rows in row group {row_group} of {path!r}, as planned, found {found}: the file was altered",
@@ -107,15 +108,14 @@ class BlockDecoder:
         (path, row_group), rows = units.place(unit), int(units.rows[unit])
         alone = self._alone(name)
         with self._naming(path, row_group):
-            metadata, columns = alone._open(path)
+            footer, columns = alone._open(path)
             if not columns.in_file:
                 return None  # lists are no partition values
-            chunk = metadata.row_group(row_group).column(columns.first_leaves[columns.in_file[0]])
-            nulls = None if chunk.statistics is None else chunk.statistics.null_count
-            if nulls == chunk.num_values == rows:
+            values, nulls = footer.values(row_group, columns.in_file[0]) or (0, None)
+            if nulls == values == rows:
                 return None
-            if nulls == 0 and not units.dead_rows(unit) and chunk.num_values % rows == 0 and chunk.num_values > rows:
-                return int(chunk.num_values // rows)
+            if nulls == 0 and not units.dead_rows(unit) and values % rows == 0 and values > rows:
+                return values // rows
         column = alone.row_group(path, row_group, rows)[name].take(units.live_offsets(unit))
         lengths = pc.list_value_length(column).drop_null()
         return int(lengths[0].as_py()) if len(lengths) else None
@@ -137,21 +137,18 @@ class BlockDecoder:
                 row_group=row_group,
             ) from err
 
-    def _read(self, path: str, metadata: pq.FileMetaData, row_group: int, names: list[str]) -> pa.Table:
+    def _read(self, path: str, footer: Footer, row_group: int, names: list[str]) -> pa.Table:
         with self._io.new_input(path).open() as stream:
-            # From an object store all column chunks are read in few coalesced ranges, by other threads; a disk needs no others.
             remote = urlsplit(path).scheme not in ("", "file")
-            file = open_parquet(stream, self._schema.fields, metadata=metadata, pre_buffer=remote)
-            return file.read_row_group(row_group, columns=names, use_threads=False)
+            return OpenFile(stream, format_of(path), footer).read(row_group, names, remote=remote, threads=False)
 
-    def _footer(self, path: str) -> tuple[pq.FileMetaData, FileColumns]:
+    def _footer(self, path: str) -> tuple[Footer, FileColumns]:
         """Return a data file's footer, and how its columns become the table's columns."""
         with self._io.new_input(path).open() as stream:
-            file = open_parquet(stream, self._schema.fields)
-            absent = lacks_columns(file.schema_arrow, self._schema, self._columns, self._name_mapping)
-            values = self._partition_values(path) if absent else {}
-            mapping = self._name_mapping
-            return file.metadata, FileColumns.of(file.schema_arrow, self._schema, self._columns, mapping, values)
+            footer = open_file(path, stream, self._schema.fields).footer
+        absent = lacks_columns(footer.schema, self._schema, self._columns, self._name_mapping)
+        values = self._partition_values(path) if absent else {}
+        return footer, FileColumns.of(footer.schema, self._schema, self._columns, self._name_mapping, values)
 
 
 def open_decoder(table: Table, source: LegSource, snapshot_ids: Collection[int]) -> BlockDecoder:

@@ -212,7 +212,7 @@ def test_files_that_metrics_exclude_are_not_opened(tmp_path: Path, monkeypatch: 
     assert [one[0][-16:-13] for one in kept(hand, "n > 4 AND s != 's1'")] == ["001"]
     table = hand.table
     monkeypatch.setattr(
-        "dlac_pipeline.lakehouse.iceberg.row_groups.pq.ParquetFile", lambda _: pytest.fail("a footer was read")
+        "dlac_pipeline.lakehouse.files.parquet.pq.ParquetFile", lambda _: pytest.fail("a footer was read")
     )
     assert row_groups_of(table, hand.snapshot_id, "n > 10 OR s = 'zzz'") == []
 

@@ -38,6 +38,7 @@ from pyiceberg.types import (
 )
 
 from dlac_pipeline.lakehouse.errors import NoSuchColumn, UnsupportedColumn
+from dlac_pipeline.lakehouse.files.parquet import ParquetFooter
 from dlac_pipeline.lakehouse.iceberg.columns import FileColumns, arrow_type, concat_chunks
 
 
@@ -265,7 +266,7 @@ def test_statistics_have_table_types() -> None:
     )
     file = parquet(rows, old)
     columns = FileColumns.of(file.schema_arrow, new, ["n", "text", "real", "ns", "list", "absent"])
-    found = columns.bounds(file.metadata.row_group(0))
+    found = columns.bounds(ParquetFooter(file), 0)
     assert {name: one.nulls for name, one in found.items()} == {"n": 1, "text": 0, "real": 0, "ns": 0}
     assert (found["n"].lower, found["n"].upper) == (pa.scalar(1, pa.int64()), pa.scalar(3, pa.int64()))
     assert (found["text"].lower.as_py(), found["text"].upper.as_py()) == ("b", "x")

@@ -19,7 +19,8 @@ from pyiceberg.table import Table
 from pyiceberg.types import LongType, NestedField, PrimitiveType
 
 from dlac_pipeline.lakehouse.errors import AppendHistoryLost, DataFileUnreadable, DlacError, NoSuchColumn, SpecInvalid
-from dlac_pipeline.lakehouse.iceberg.columns import FileColumns, arrow_type, name_mapping_of, open_parquet
+from dlac_pipeline.lakehouse.files.open_file import open_file
+from dlac_pipeline.lakehouse.iceberg.columns import FileColumns, arrow_type, name_mapping_of
 from dlac_pipeline.lakehouse.iceberg.data_files import ROW_ID_FIELD_ID, LiveFile
 
 if TYPE_CHECKING:
@@ -172,16 +173,17 @@ class _Side:
 def key_columns(table: Table, file: LiveFile, keys: Keys) -> Iterator[tuple[npt.NDArray[np.int64], list[Any]]]:
     """Yield the keys of all rows of a data file in batches: the positions of the rows, and the columns of their keys."""
     wanted, names = keys.read
-    with table.io.new_input(file.path).open() as stream, open_parquet(stream, wanted.fields) as parquet:
-        columns = FileColumns.of(parquet.schema_arrow, wanted, names, name_mapping_of(table), file.partition_values)
+    with table.io.new_input(file.path).open() as stream:
+        opened = open_file(file.path, stream, wanted.fields)
+        columns = FileColumns.of(opened.footer.schema, wanted, names, name_mapping_of(table), file.partition_values)
         first = 0
-        for batch in parquet.iter_batches(_BATCH_ROWS, columns=columns.in_file):
-            at = np.arange(first, first + batch.num_rows)
-            found = columns.align(pa.Table.from_batches([batch]), batch.num_rows).columns
+        for unit, rows in enumerate(opened.footer.rows):
+            at = np.arange(first, first + rows)
+            found = columns.align(opened.read(unit, columns.in_file), rows).columns
             if not keys.columns and file.first_row_id is not None:  # an id that is not written is that of the place
                 found = [pc.coalesce(found[0], pa.array(file.first_row_id + at))]
             yield at, found
-            first += batch.num_rows
+            first += rows
 
 
 def _plain(column: Any) -> Any:

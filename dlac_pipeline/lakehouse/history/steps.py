@@ -14,8 +14,9 @@ from pyiceberg.table import Table
 from pyiceberg.table.snapshots import Snapshot
 
 from dlac_pipeline.lakehouse.errors import AppendHistoryLost
+from dlac_pipeline.lakehouse.files.open_file import open_file
 from dlac_pipeline.lakehouse.history.row_matching import Mask, Rows
-from dlac_pipeline.lakehouse.iceberg.columns import expect, open_parquet
+from dlac_pipeline.lakehouse.iceberg.columns import expect
 from dlac_pipeline.lakehouse.iceberg.data_files import LiveFile, live_files, snapshot_schema
 from dlac_pipeline.lakehouse.iceberg.deletes import NO_ROWS, Deletes, Ints
 from dlac_pipeline.lakehouse.iceberg.snapshots import snapshot_of, table_name
@@ -83,7 +84,7 @@ class TableRows:
         if deletes is None:
             deletes = self._deletes[snapshot_id] = Deletes(self.table, schema)
         with expect(f"data file {path!r}"), self.table.io.new_input(path).open() as stream:
-            return deletes.dead_rows(file, open_parquet(stream, schema.fields))
+            return deletes.dead_rows(file, open_file(path, stream, schema.fields))
 
 
 def steps_between(table: Table, since: int, until: int) -> list[Step]:

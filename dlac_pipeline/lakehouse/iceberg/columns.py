@@ -1,4 +1,4 @@
-"""Columns of one Parquet file as columns of the table at a pinned schema.
+"""Columns of one data file as columns of the table at a pinned schema.
 
 A column is found in the file by Iceberg field id, by the table's name mapping if the file has no ids, else by name. So
 renamed, reordered, dropped and widened columns read as the pinned schema names and types them. A column that the file lacks
@@ -6,7 +6,7 @@ is its identity partition value, else its initial default, else null. The result
 `string`, `binary` and `list`, never their `large_` forms, and 16 bytes for a uuid.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,14 +16,14 @@ from uuid import UUID
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from pyiceberg import types as ice
 from pyiceberg.io.pyarrow import schema_to_pyarrow
-from pyiceberg.schema import Schema, index_by_id
+from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 from pyiceberg.table.name_mapping import MappedField, NameMapping, create_mapping_from_schema
 
 from dlac_pipeline.lakehouse.errors import DataFileUnreadable, NoSuchColumn, UnsupportedColumn
+from dlac_pipeline.lakehouse.files.file_format import Bounds, Footer
 
 FIELD_ID = b"PARQUET:field_id"
 READ_BY_NAME = "dlac.read-by-name"
@@ -35,8 +35,6 @@ class NamesFirst(NameMapping):
 
 
 BY_NAME = NamesFirst([])
-_NANOSECONDS = (pa.timestamp("ns"), pa.timestamp("ns", "UTC"))
-_MICROSECONDS = {ice.TimestampType, ice.TimestamptzType}
 _PLAIN: dict[type, pa.DataType] = {
     ice.StringType: pa.string(),
     ice.BinaryType: pa.binary(),
@@ -54,17 +52,6 @@ def expect(files: str, advice: str = "restore the file, or plan another snapshot
         yield
     except (OSError, pa.ArrowException) as err:
         raise DataFileUnreadable(f"expected {files}, found {type(err).__name__}: {err}; {advice}") from err
-
-
-def open_parquet(stream: Any, fields: Iterable[ice.NestedField], **options: Any) -> pq.ParquetFile:
-    """Open a Parquet file to read these columns of a table. `options` are options of `ParquetFile`.
-
-    Timestamps stored as INT96 can be any date from year 1 to 9999, which nanoseconds in 64 bits cannot, so they are read in
-    the table's own unit.
-    """
-    kinds = {type(field.field_type) for field in index_by_id(ice.StructType(*fields)).values()}
-    nanoseconds = kinds & {ice.TimestampNanoType, ice.TimestamptzNanoType} and not kinds & _MICROSECONDS
-    return pq.ParquetFile(stream, coerce_int96_timestamp_unit="ns" if nanoseconds else "us", **options)
 
 
 def concat_chunks(chunks: Sequence[Any], kind: Any) -> Any:
@@ -121,22 +108,11 @@ class _Column:
         return arrow_type(self.field.field_type)
 
 
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """Statistics of a column in a row group: Arrow scalars in the table's type. None where unknown. NaN is ignored."""
-
-    nulls: int | None
-    lower: Any
-    upper: Any
-
-
 class FileColumns:
     """Reading of columns from one file. `in_file` are the file's columns to read, `absent` are columns that are constant here."""
 
-    def __init__(self, columns: Sequence[_Column], first_leaves: Mapping[str, int]) -> None:
+    def __init__(self, columns: Sequence[_Column]) -> None:
         self._columns = tuple(columns)
-        self.first_leaves = first_leaves
-        """Top-level column of the file -> place of its first leaf among the column chunks of a row group."""
         self.in_file: list[str] = [column.in_file for column in columns if column.in_file is not None]
         self.absent: list[str] = [column.field.name for column in columns if column.in_file is None]
 
@@ -159,29 +135,23 @@ class FileColumns:
             if name not in top_level:
                 raise NoSuchColumn.of("the schema", name, list(top_level))
         in_file = _by_id(file_schema, schema, name_mapping)
-        return cls([_column(top_level[name], in_file, partition_values) for name in names], _first_leaves(file_schema))
+        return cls([_column(top_level[name], in_file, partition_values) for name in names])
 
     def align(self, table: pa.Table, rows: int) -> pa.Table:
         """Return the read columns in the table's names and types, of `rows` each. Raises `UnsupportedColumn` for other values."""
         return pa.table({column.field.name: _aligned(column, table, rows) for column in self._columns})
 
-    def nulls(self, row_group: pq.RowGroupMetaData) -> dict[str, int]:
+    def nulls(self, footer: Footer, unit: int) -> dict[str, int]:
         """Return the number of nulls by column: of columns whose count the footer has, and of columns that the file lacks."""
-        counted = {name: bounds.nulls for name, bounds in self.bounds(row_group).items() if bounds.nulls is not None}
+        counted = {name: bounds.nulls for name, bounds in self.bounds(footer, unit).items() if bounds.nulls is not None}
         absent = [each.field.name for each in self._columns if each.in_file is None and each.constant is None]
-        return {**counted, **dict.fromkeys(absent, row_group.num_rows)}
+        return {**counted, **dict.fromkeys(absent, footer.rows[unit])}
 
-    def bounds(self, row_group: pq.RowGroupMetaData) -> dict[str, Bounds]:
+    def bounds(self, footer: Footer, unit: int) -> dict[str, Bounds]:
         """Return the file's statistics of those columns, by name, that are in the file and not nested."""
-        found = {}
-        for column in self._columns:
-            if column.in_file is None or pa.types.is_nested(column.found):
-                continue
-            statistics = row_group.column(self.first_leaves[column.in_file]).statistics
-            if statistics is not None:
-                nulls = statistics.null_count if statistics.has_null_count else None
-                found[column.field.name] = Bounds(nulls, *_extremes(statistics, column))
-        return found
+        known = [each for each in self._columns if each.in_file is not None and not pa.types.is_nested(each.found)]
+        found = {each.field.name: footer.bounds(unit, each.in_file or "", each.wanted) for each in known}
+        return {name: bounds for name, bounds in found.items() if bounds is not None}
 
 
 def name_mapping_of(table: Table) -> NameMapping | None:
@@ -197,23 +167,8 @@ def name_mapping_of(table: Table) -> NameMapping | None:
 
 
 def field_ids(file_schema: pa.Schema) -> dict[int, pa.Field]:
-    """The top-level fields of a Parquet file that carry an Iceberg field id, by that id."""
+    """The top-level fields of a data file that carry an Iceberg field id, by that id."""
     return {int(field.metadata[FIELD_ID]): field for field in file_schema if FIELD_ID in (field.metadata or {})}
-
-
-def _first_leaves(file_schema: pa.Schema) -> dict[str, int]:
-    """Return the place of each top-level column's first leaf: by place, because a path with dots may name two leaves."""
-    places, place = {}, 0
-    for field in file_schema:
-        places[field.name] = place
-        place += _leaves(field.type)
-    return places
-
-
-def _leaves(arrow: pa.DataType) -> int:
-    if not pa.types.is_nested(arrow):
-        return 1
-    return sum(_leaves(arrow.field(place).type) for place in range(arrow.num_fields))
 
 
 def _by_id(file_schema: pa.Schema, schema: Schema, mapping: NameMapping | None) -> dict[int, _Found]:
@@ -290,23 +245,6 @@ _PROMOTIONS: tuple[tuple[Callable[[Any], bool], Callable[[Any, Any], bool]], ...
     (pa.types.is_date, lambda found, _: pa.types.is_date(found)),
     (_is_bytes, _is_bytes),
 )
-
-
-def _extremes(statistics: pq.Statistics, column: _Column) -> tuple[Any, Any]:
-    """Return least and greatest value as Arrow scalars of the table's type, or (None, None) if they are unreliable."""
-    wanted = column.wanted
-    if not statistics.has_min_max or pa.types.is_fixed_size_binary(wanted):
-        return None, None
-    try:
-        if column.found in _NANOSECONDS:  # Python's datetime would lose digits
-            pair = pa.array([statistics.min_raw, statistics.max_raw], type=pa.timestamp("ns")).cast(wanted, safe=False)
-        else:
-            pair = pa.array([statistics.min, statistics.max], type=wanted)
-    except (ValueError, TypeError, OverflowError, pa.ArrowException):
-        return None, None  # outside the range of Python's types, or cut in the middle of a character
-    if pa.types.is_floating(wanted) and pc.any(pc.is_nan(pair)).as_py():
-        return None, None
-    return pair[0], pair[1]
 
 
 def _aligned(column: _Column, table: pa.Table, rows: int) -> Any:

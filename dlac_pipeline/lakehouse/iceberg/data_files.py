@@ -21,6 +21,7 @@ from pyiceberg.table import Table
 from pyiceberg.transforms import IdentityTransform
 
 from dlac_pipeline.lakehouse.errors import DataFileUnreadable, UnsupportedDeletes, UnsupportedSnapshot
+from dlac_pipeline.lakehouse.files.open_file import is_readable
 from dlac_pipeline.lakehouse.filters.conditions import ALWAYS, Condition, Constant, Known
 from dlac_pipeline.lakehouse.filters.facts import UNKNOWN, Facts, both, of_counts, of_partition, of_summary
 from dlac_pipeline.lakehouse.filters.literals import from_bytes
@@ -52,7 +53,7 @@ class DeleteFile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LiveFile:
-    """A live Parquet data file. `residual` is the part of the filter that its partition leaves undecided.
+    """A live data file. `residual` is the part of the filter that its partition leaves undecided.
 
     `snapshot_id` names the snapshot that added it. `first_row_id` is None before format v3. `partition_values` are its
     identity partition values by source field id. A deletion vector replaces positional delete files.
@@ -82,7 +83,7 @@ def live_files(
     """The data files of a snapshot that may hold rows for which `condition` is true, sorted by path.
 
     `condition` is bound to `schema`: the snapshot's own unless given. Raises `NoSuchSnapshot`, `DataFileUnreadable` if a
-    manifest is missing or a data file is not Parquet, `UnsupportedDeletes` for a delete file of another format, or
+    manifest is missing or no installed format reads a data file, `UnsupportedDeletes` for a delete file of another format, or
     `UnsupportedSnapshot` for a path that leads out of its folder.
     """
     snapshot = snapshot_of(table, snapshot_id)
@@ -256,9 +257,10 @@ class _Deletes:
 
 def _live_file(entry: ManifestEntry, deletes: _Deletes, pruning: _Pruning) -> LiveFile:
     file, sequence_number = entry.data_file, entry.sequence_number or 0
-    if file.file_format is not FileFormat.PARQUET:
+    if file.file_format is not FileFormat.PARQUET and not is_readable(file.file_path):
         raise DataFileUnreadable(
-            f"expected data files in Parquet, found {file.file_format.value} at {file.file_path!r}: rewrite the table as Parquet"
+            f"expected data files in Parquet, or with the suffix of an installed format, found {file.file_format.value} at "
+            f"{file.file_path!r}: rewrite the table as Parquet"
         )
     vector = deletes.vectors.get(file.file_path)
     if vector is not None and vector.sequence_number < sequence_number:
@@ -280,10 +282,10 @@ def _live_file(entry: ManifestEntry, deletes: _Deletes, pruning: _Pruning) -> Li
 
 def _delete_file(entry: ManifestEntry, specs: Mapping[int, PartitionSpec]) -> DeleteFile:
     file = entry.data_file
-    if file.file_format is not FileFormat.PARQUET and file[_OFFSET] is None:
+    if file.file_format is not FileFormat.PARQUET and file[_OFFSET] is None and not is_readable(file.file_path):
         raise UnsupportedDeletes(
-            f"expected delete files in Parquet or deletion vectors, found {file.file_format.value} at {file.file_path!r}: "
-            "compact the table, then plan again"
+            f"expected deletion vectors, or delete files in Parquet or with the suffix of an installed format, found "
+            f"{file.file_format.value} at {file.file_path!r}: compact the table, then plan again"
         )
     return DeleteFile(
         path=file.file_path,

@@ -18,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from pyiceberg.io import InputStream
 from pyiceberg.schema import Schema
 from pyiceberg.table import Table
@@ -26,8 +25,10 @@ from pyiceberg.types import NestedField
 from pyroaring import BitMap64
 
 from dlac_pipeline.lakehouse.errors import DataFileUnreadable, UnsupportedDeletes
+from dlac_pipeline.lakehouse.files.file_format import Bounds, Footer
+from dlac_pipeline.lakehouse.files.open_file import OpenFile, open_file
 from dlac_pipeline.lakehouse.iceberg import columns as parquet_columns
-from dlac_pipeline.lakehouse.iceberg.columns import Bounds, FileColumns, concat_chunks, expect, field_ids, open_parquet
+from dlac_pipeline.lakehouse.iceberg.columns import FileColumns, concat_chunks, expect, field_ids
 from dlac_pipeline.lakehouse.iceberg.data_files import PATH_FIELD_ID, DeleteFile, LiveFile
 
 Ints = npt.NDArray[np.int64]
@@ -52,15 +53,15 @@ class Deletes:
         self._values: Once[pa.Table] = Once()
         self._blobs: Once[set[_Blob] | None] = Once()
 
-    def dead_rows(self, file: LiveFile, parquet: pq.ParquetFile) -> Ints:
-        """The sorted positions of the rows of `file` (opened as `parquet`) that its deletes name.
+    def dead_rows(self, file: LiveFile, opened: OpenFile) -> Ints:
+        """The sorted positions of the rows of `file`, which is `opened`, that its deletes name.
 
         Raises `DataFileUnreadable` for a delete file that cannot be read, or `UnsupportedDeletes` for a deletion vector outside
         of a Puffin file, or an equality delete of columns that do not exist or are below the top level.
         """
         found = [self.positions(file)]
         ids = sorted({delete.equality_ids for delete in file.equality})
-        found.extend(self._of_values(file, parquet, one) for one in ids)
+        found.extend(self._of_values(file, opened, one) for one in ids)
         return np.unique(np.concatenate(found)) if ids else found[0]
 
     def positions(self, file: LiveFile) -> Ints:
@@ -72,9 +73,9 @@ class Deletes:
 
     def _of_positions(self, delete: DeleteFile) -> Mapping[str, Ints]:
         def read() -> Mapping[str, Ints]:
-            with self._open_delete(delete) as parquet:
-                path, position = _position_columns(parquet.schema_arrow, delete)
-                found = parquet.read(columns=[path, position])
+            with self._open_delete(delete) as opened:
+                path, position = _position_columns(opened.footer.schema, delete)
+                found = opened.read_all([path, position])
             return _by_path(found[path], found[position].cast(pa.int64()))
 
         return self._positions(delete.path, read)
@@ -91,39 +92,38 @@ class Deletes:
             )
         return rows
 
-    def _of_values(self, file: LiveFile, parquet: pq.ParquetFile, ids: tuple[int, ...]) -> Ints:
+    def _of_values(self, file: LiveFile, opened: OpenFile, ids: tuple[int, ...]) -> Ints:
         """Return positions of the rows whose columns `ids` equal a deleted row. Null equals null."""
         schema = self._schema_of(ids, file.path)
         deletes = [delete for delete in file.equality if delete.equality_ids == ids]
         deleted = pa.concat_tables([self._deleted_values(delete, schema) for delete in deletes])
-        columns = self._columns(parquet, schema, file.partition_values)
+        columns = self._columns(opened.footer, schema, file.partition_values)
         ranges = _ranges(deleted)
         first_row, found = 0, [NO_ROWS]
-        for index in range(parquet.num_row_groups):
-            group = parquet.metadata.row_group(index)
-            bounds = columns.bounds(group).items()
+        for index, rows in enumerate(opened.footer.rows):
+            bounds = columns.bounds(opened.footer, index).items()
             if all(_may_equal(bound, ranges[name]) for name, bound in bounds if name in ranges):
-                read = parquet.read_row_group(index, columns=columns.in_file)
-                found.append(first_row + matching_rows(columns.align(read, group.num_rows), deleted))
-            first_row += group.num_rows
+                read = opened.read(index, columns.in_file)
+                found.append(first_row + matching_rows(columns.align(read, rows), deleted))
+            first_row += rows
         return np.concatenate(found)
 
     def _deleted_values(self, delete: DeleteFile, schema: Schema) -> pa.Table:
         def read() -> pa.Table:
-            with self._open_delete(delete) as parquet:
-                columns = self._columns(parquet, schema, delete.partition_values)
+            with self._open_delete(delete) as opened:
+                columns = self._columns(opened.footer, schema, delete.partition_values)
                 lost = [one for one in columns.absent if schema.find_field(one).field_id not in delete.partition_values]
                 if lost:
                     raise UnsupportedDeletes(
                         f"expected columns {lost!r} in equality delete file {delete.path!r}, found "
-                        f"{parquet.schema_arrow.names!r}: compact the table, then plan again"
+                        f"{opened.footer.schema.names!r}: compact the table, then plan again"
                     )
-                return columns.align(parquet.read(columns=columns.in_file), parquet.metadata.num_rows)
+                return columns.align(opened.read_all(columns.in_file), sum(opened.footer.rows))
 
         return self._values((delete.path, delete.equality_ids), read)
 
-    def _columns(self, parquet: pq.ParquetFile, schema: Schema, partition_values: Mapping[int, Any]) -> FileColumns:
-        return FileColumns.of(parquet.schema_arrow, schema, schema.column_names, self._mapping, partition_values)
+    def _columns(self, footer: Footer, schema: Schema, partition_values: Mapping[int, Any]) -> FileColumns:
+        return FileColumns.of(footer.schema, schema, schema.column_names, self._mapping, partition_values)
 
     def _schema_of(self, ids: tuple[int, ...], path: str) -> Schema:
         lost = [field_id for field_id in ids if field_id not in self._fields]
@@ -135,9 +135,9 @@ class Deletes:
         return Schema(*(self._fields[field_id] for field_id in ids))
 
     @contextmanager
-    def _open_delete(self, delete: DeleteFile) -> Iterator[pq.ParquetFile]:
+    def _open_delete(self, delete: DeleteFile) -> Iterator[OpenFile]:
         with expect(_decoded(delete)), self._io.new_input(delete.path).open() as stream:
-            yield open_parquet(stream, self._fields.values())
+            yield open_file(delete.path, stream, self._fields.values())
 
 
 def _decoded(delete: DeleteFile) -> str:

@@ -11,18 +11,18 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow.parquet as pq
 from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 from pyiceberg.types import IcebergType
 
 from dlac_pipeline.lakehouse.errors import NoSuchColumn, SpecInvalid, UnsupportedColumn
+from dlac_pipeline.lakehouse.files.file_format import Bounds, Footer
+from dlac_pipeline.lakehouse.files.open_file import OpenFile, open_file
 from dlac_pipeline.lakehouse.filters.conditions import Condition, Constant, combine
 from dlac_pipeline.lakehouse.filters.facts import Facts, of_counts
 from dlac_pipeline.lakehouse.filters.grammar import filter_names, parse_filter
 from dlac_pipeline.lakehouse.filters.literals import from_arrow
-from dlac_pipeline.lakehouse.iceberg import columns as parquet_columns
-from dlac_pipeline.lakehouse.iceberg.columns import FileColumns, expect, name_mapping_of, open_parquet
+from dlac_pipeline.lakehouse.iceberg.columns import FileColumns, expect, name_mapping_of
 from dlac_pipeline.lakehouse.iceberg.data_files import LiveFile, live_files, snapshot_schema
 from dlac_pipeline.lakehouse.iceberg.deletes import NO_ROWS, Deletes
 
@@ -118,39 +118,38 @@ class _Planner:
 
     def row_groups(self, file: LiveFile) -> list[RowGroup]:
         try:
-            with expect(f"a Parquet file at {file.path!r}"), self._io.new_input(file.path).open() as stream:
-                return self._of_parquet(file, open_parquet(stream, self._schema.fields))
+            with expect(f"a data file at {file.path!r}"), self._io.new_input(file.path).open() as stream:
+                return self._of_file(file, open_file(file.path, stream, self._schema.fields))
         except (NoSuchColumn, UnsupportedColumn) as err:
             raise type(err)(f"{err} (data file {file.path!r})") from err
 
-    def _of_parquet(self, file: LiveFile, parquet: pq.ParquetFile) -> list[RowGroup]:
-        deleted = self._deletes.dead_rows(file, parquet)
-        wanted = self._in_file(file, parquet, self._schema, file.residual)
-        excluded = [self._in_file(file, parquet, names, condition) for names, condition in self._excluded]
-        of_file = parquet.schema_arrow, self._schema, self._without_nulls, self._mapping, file.partition_values
+    def _of_file(self, file: LiveFile, opened: OpenFile) -> list[RowGroup]:
+        deleted, footer = self._deletes.dead_rows(file, opened), opened.footer
+        wanted = self._in_file(file, opened, self._schema, file.residual)
+        excluded = [self._in_file(file, opened, names, condition) for names, condition in self._excluded]
+        of_file = footer.schema, self._schema, self._without_nulls, self._mapping, file.partition_values
         whole = FileColumns.of(*of_file)
         groups, first_row = [], 0
-        for index in range(parquet.num_row_groups):
-            footer = parquet.metadata.row_group(index)
-            start, end = np.searchsorted(deleted, (first_row, first_row + footer.num_rows))
-            dead = _dead_rows(index, deleted[start:end] - first_row, footer.num_rows, wanted, excluded)
+        for index, rows in enumerate(footer.rows):
+            start, end = np.searchsorted(deleted, (first_row, first_row + rows))
+            dead = _dead_rows(index, deleted[start:end] - first_row, rows, wanted, excluded)
             _check_nulls(whole, footer, index, len(dead))
             groups.append(
                 RowGroup(
                     file_path=file.path,
                     row_group=index,
                     first_row=first_row,
-                    rows=footer.num_rows,
-                    bytes=footer.total_byte_size,
+                    rows=rows,
+                    bytes=footer.bytes_of(index),
                     dead=dead,
                 )
             )
-            first_row += footer.num_rows
+            first_row += rows
         return groups
 
-    def _in_file(self, file: LiveFile, parquet: pq.ParquetFile, schema: Schema, condition: Condition) -> "_InFile":
-        of_file = parquet.schema_arrow, schema, condition.columns, self._mapping, file.partition_values
-        return _InFile(condition, parquet, FileColumns.of(*of_file))
+    def _in_file(self, file: LiveFile, opened: OpenFile, schema: Schema, condition: Condition) -> "_InFile":
+        of_file = opened.footer.schema, schema, condition.columns, self._mapping, file.partition_values
+        return _InFile(condition, opened, FileColumns.of(*of_file))
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,37 +157,37 @@ class _InFile:
     """A condition on the rows of one file."""
 
     condition: Condition
-    parquet: pq.ParquetFile
+    opened: OpenFile
     columns: FileColumns
 
     def is_true(self, row_group: int) -> bool | npt.NDArray[np.bool_]:
         """Return the rows of a row group for which the condition is true. They are read only if the statistics do not decide."""
-        footer = self.parquet.metadata.row_group(row_group)
-        bounds = self.columns.bounds(footer)
+        rows = self.opened.footer.rows[row_group]
+        bounds = self.columns.bounds(self.opened.footer, row_group)
         known = {
-            path.field_id: _facts(path.kind, footer.num_rows, bounds[path.name])
+            path.field_id: _facts(path.kind, rows, bounds[path.name])
             for path in self.condition.paths
             if len(path.fields) == 1 and path.name in bounds
         }
         decided = self.condition.simplify(known)
         if isinstance(decided, Constant):
             return decided.value
-        read = self.parquet.read_row_group(row_group, columns=self.columns.in_file)
-        return self.condition.true_rows(self.columns.align(read, footer.num_rows))
+        read = self.opened.read(row_group, self.columns.in_file)
+        return self.condition.true_rows(self.columns.align(read, rows))
 
 
-def _facts(kind: IcebergType, rows: int, bounds: parquet_columns.Bounds) -> Facts:
+def _facts(kind: IcebergType, rows: int, bounds: Bounds) -> Facts:
     lower, upper = (None if one is None else from_arrow(kind, one) for one in (bounds.lower, bounds.upper))
     return of_counts(kind, rows=rows, nulls=bounds.nulls, lower=lower, upper=upper)
 
 
-def _check_nulls(columns: FileColumns, footer: pq.RowGroupMetaData, index: int, dead: int) -> None:
+def _check_nulls(columns: FileColumns, footer: Footer, index: int, dead: int) -> None:
     """Raise `UnsupportedColumn` if a row that is read is surely null: there are more nulls than dead rows."""
-    for name, nulls in columns.nulls(footer).items():
+    for name, nulls in columns.nulls(footer, index).items():
         if nulls > dead:
             raise UnsupportedColumn(
-                f"expected no nulls in column {name!r}, found {nulls} among the {footer.num_rows} rows of row group {index}, of "
-                f'which {dead} are not read: declare it nullable = ["{name}"], or filter them out with row_filter = '
+                f"expected no nulls in column {name!r}, found {nulls} among the {footer.rows[index]} rows of row group {index}, "
+                f'of which {dead} are not read: declare it nullable = ["{name}"], or filter them out with row_filter = '
                 f'"{name} IS NOT NULL"'
             )
 

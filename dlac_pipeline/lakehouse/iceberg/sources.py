@@ -25,7 +25,7 @@ class SourceFormat(Protocol):
 
     - A version is a snapshot. Its id is the number of the version.
     - The manifests of the snapshot name the data files in their place, with rows, bytes, partition values, and statistics of
-      columns if the format has some. Files are Parquet.
+      columns if the format has some. Each file has a format of `dlac.files`, or is Parquet.
     - Rows that are deleted are the rows of positional delete files, or of deletion vectors.
     - The schema of the snapshot has the columns of the version.
     - `main` has versions in growing order. The operation of each follows from its changes: append, replace, delete, overwrite.

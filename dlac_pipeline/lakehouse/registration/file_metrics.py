@@ -10,8 +10,10 @@ from pyiceberg.schema import Schema
 from pyiceberg.typedef import Record
 from pyiceberg.types import BinaryType, IcebergType, NestedField, StringType
 
+from dlac_pipeline.lakehouse.files.file_format import Bounds
+from dlac_pipeline.lakehouse.files.parquet import ParquetFooter
 from dlac_pipeline.lakehouse.filters.literals import from_arrow, unit_ns
-from dlac_pipeline.lakehouse.iceberg.columns import BY_NAME, Bounds, FileColumns
+from dlac_pipeline.lakehouse.iceberg.columns import BY_NAME, FileColumns
 
 _BOUND_LENGTH = 16
 """Characters or bytes that are kept of a bound, as Iceberg does by default."""
@@ -28,7 +30,8 @@ def describe_file(
     columns = FileColumns.of(parquet.schema_arrow, schema, names, BY_NAME, keys)
     groups = [footer.row_group(number) for number in range(footer.num_row_groups)]
     rows = sum(group.num_rows for group in groups)  # some writers leave the count of the file 0
-    found = [(group.num_rows, columns.bounds(group)) for group in groups if group.num_rows]
+    own = ParquetFooter(parquet)
+    found = [(count, columns.bounds(own, unit)) for unit, count in enumerate(own.rows) if count]
     known = [field for field in schema.fields if found and all(field.name in bounds for _, bounds in found)]
     metrics = [_metrics(field, [(count, bounds[field.name]) for count, bounds in found]) for field in known]
     return DataFile.from_args(

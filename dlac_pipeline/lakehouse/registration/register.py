@@ -23,7 +23,8 @@ from pyiceberg.types import LongType, NestedField
 
 from dlac_pipeline.lakehouse import errors
 from dlac_pipeline.lakehouse.config import LakehouseConfig
-from dlac_pipeline.lakehouse.iceberg.columns import READ_BY_NAME, expect, open_parquet
+from dlac_pipeline.lakehouse.files.parquet import open_parquet
+from dlac_pipeline.lakehouse.iceberg.columns import READ_BY_NAME, expect
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, reachable
 from dlac_pipeline.lakehouse.registration.file_metrics import describe_file
 from dlac_pipeline.lakehouse.registration.parquet_files import (

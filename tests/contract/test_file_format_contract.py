@@ -1,0 +1,192 @@
+"""Contract of file formats: ours, and one of another distribution, give the same units, dead rows and batches."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from pyarrow import orc
+from pyiceberg.io.pyarrow import schema_to_pyarrow
+from pyiceberg.manifest import DataFile, DataFileContent, FileFormat
+from pyiceberg.schema import Schema
+from pyiceberg.table import Table
+from pyiceberg.typedef import Record
+from pyiceberg.types import FloatType, ListType, LongType, NestedField, StringType
+
+from dlac_pipeline.audit.audit import audit_run
+from dlac_pipeline.lakehouse.errors import BadInput, DataFileUnreadable
+from dlac_pipeline.lakehouse.files.open_file import FILES, format_of, open_file
+from dlac_pipeline.lakehouse.iceberg.row_groups import row_groups_of
+from tests.conftest import PROGRAMS, Arena, source_rows
+from tests.installed import install_distribution
+
+SCHEMA = Schema(
+    NestedField(1, "row_id", LongType()),
+    NestedField(2, "x", ListType(5, FloatType(), element_required=False)),
+    NestedField(3, "name", StringType()),
+)
+ROWS = source_rows(0, 120).select(["row_id", "x", "name"])
+_FILE, _UNIT = 60, 20
+
+
+def _with_ids(field: pa.Field) -> pa.Field:
+    """Return a field with its id as ORC writers of Iceberg put it there."""
+    kind = field.type
+    if pa.types.is_list(kind):
+        kind = pa.list_(_with_ids(kind.value_field))
+    return pa.field(field.name, kind, metadata={"iceberg.id": (field.metadata or {})[b"PARQUET:field_id"]})
+
+
+def _write_parquet(rows: pa.Table, sink: Any) -> None:
+    pq.write_table(rows, sink, row_group_size=_UNIT)
+
+
+def _write_orc(rows: pa.Table, sink: Any) -> None:
+    schema = pa.schema([_with_ids(field) for field in rows.schema])
+    # each write of a batch that exceeds the size of a stripe ends a stripe
+    with orc.ORCWriter(sink, stripe_size=1, batch_size=_UNIT) as writer:
+        for start in range(0, len(rows), _UNIT):
+            writer.write(rows.slice(start, _UNIT).cast(schema))
+
+
+def _write_arrow(rows: pa.Table, sink: Any) -> None:
+    with pa.ipc.new_file(sink, rows.schema) as writer:
+        writer.write_table(rows, max_chunksize=_UNIT)
+
+
+WRITERS: dict[str, Callable[[pa.Table, Any], None]] = {
+    "parquet": _write_parquet,
+    "orc": _write_orc,
+    "arrow": _write_arrow,
+}
+
+
+@pytest.fixture(params=sorted(WRITERS))
+def suffix(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    """The suffix of a format. That of the other author is installed."""
+    if request.param == "arrow":
+        source = (PROGRAMS / "arrow_files.py").read_text()
+        folder = tmp_path / "installed"
+        folder.mkdir()
+        points = {FILES.group: ["arrow = arrow_files:ARROW"]}
+        monkeypatch.syspath_prepend(str(install_distribution(folder, "arrow-files", {"arrow_files": source}, points)))
+    return str(request.param)
+
+
+def content(suffix: str, rows: pa.Table) -> bytes:
+    """Return a file of these rows."""
+    sink = io.BytesIO()
+    WRITERS[suffix](rows.cast(schema_to_pyarrow(SCHEMA)), sink)
+    return sink.getvalue()
+
+
+def table_of(arena: Arena, suffix: str) -> Table:
+    """Make the table src.t of two files in a format."""
+    table = arena.lakehouse.catalog.create_table("src.t", SCHEMA)
+    with table.transaction() as change, change.update_snapshot().fast_append() as append:
+        for number, start in enumerate(range(0, len(ROWS), _FILE)):
+            path = arena.home / f"data-{number}.{suffix}"
+            path.write_bytes(content(suffix, ROWS.slice(start, _FILE)))
+            append.append_data_file(
+                DataFile.from_args(
+                    content=DataFileContent.DATA,
+                    file_path=str(path),
+                    file_format=FileFormat.ORC if suffix == "orc" else FileFormat.PARQUET,
+                    partition=Record(),
+                    record_count=_FILE,
+                    file_size_in_bytes=path.stat().st_size,
+                    spec_id=0,
+                )
+            )
+    return arena.lakehouse.load("src.t")
+
+
+def test_every_installed_format_is_tested() -> None:
+    """The contract covers each format that this distribution has."""
+    assert {*FILES.points(), "parquet"} <= WRITERS.keys()
+
+
+def test_footer_and_units_agree(suffix: str) -> None:
+    """The rows of all units, in order, are the rows of the file. What a footer states of a unit is true."""
+    rows = ROWS.slice(0, _FILE)
+    opened = open_file(f"s3://b/f.{suffix}", pa.BufferReader(content(suffix, rows)), SCHEMA.fields)
+    footer = opened.footer
+    assert list(footer.rows) == [_UNIT] * (_FILE // _UNIT)
+    assert footer.schema.names == rows.column_names
+    assert opened.read_all(["row_id", "name"]).to_pydict() == rows.select(["row_id", "name"]).to_pydict()
+    for unit in range(len(footer.rows)):
+        read = opened.read(unit, ["row_id"], remote=unit == 1, threads=unit == 2)
+        assert read.column_names == ["row_id"]
+        assert footer.bytes_of(unit) > 0
+        bounds = footer.bounds(unit, "row_id", pa.int64())
+        if bounds is not None:
+            assert (bounds.lower.as_py(), bounds.upper.as_py()) == (
+                read["row_id"][0].as_py(),
+                read["row_id"][-1].as_py(),
+            )
+        assert footer.values(unit, "x") in (None, (4 * _UNIT, 0))
+
+
+def test_damaged_file_is_named(suffix: str) -> None:
+    """A file that was cut raises what the callers turn into an error that names the file."""
+    whole = content(suffix, ROWS)
+    for damaged in (whole[: len(whole) // 2], b"", b"nothing"):
+        with pytest.raises((OSError, pa.ArrowException)):
+            open_file(f"f.{suffix}", pa.BufferReader(damaged), SCHEMA.fields)
+
+
+def test_training_is_exact_and_audited(arena: Arena, suffix: str) -> None:
+    """Filter, plan, training after a crash, and audit: rows are those of the same table in Parquet. A lost file is named."""
+    table = table_of(arena, suffix)
+    snapshot = table.current_snapshot()
+    assert snapshot is not None
+    groups = row_groups_of(table, snapshot.snapshot_id, "row_id >= 25 AND name <> 'row 40'")
+    live = [each.first_row + np.setdiff1d(np.arange(each.rows), each.dead) for each in groups]
+    starts = {str(arena.home / f"data-{number}.{suffix}"): number * _FILE for number in range(2)}
+    ids = np.concatenate([starts[each.file_path] + at for each, at in zip(groups, live, strict=True)])
+    assert ids.tolist() == [row for row in range(25, 120) if row != 40]
+
+    spec = arena.spec("r", world_size=1, passes=1, batch_size=8, row_filter="row_id >= 25", every_steps=4)
+    before = arena.train(spec, until=7)
+    after = arena.train(spec)
+    assert before.keys() & after.keys() == {5, 6}
+    seen = before | after
+    assert sorted(row for rows in seen.values() for row in rows) == list(range(25, 120))
+    assert audit_run(arena.lakehouse, "r").exact
+    (arena.home / f"data-1.{suffix}").unlink()
+    assert f"data-1.{suffix}" in str(audit_run(arena.lakehouse, "r").to_json())
+    with pytest.raises(DataFileUnreadable, match=rf"data-1\.{suffix}"):
+        arena.train(arena.spec("again", world_size=1, passes=1, batch_size=8))
+
+
+def test_unknown_suffix_is_refused(arena: Arena) -> None:
+    """A manifest's ORC file whose name no installed format reads ends the plan with the way out."""
+    table = arena.lakehouse.catalog.create_table("src.t", SCHEMA)
+    with table.transaction() as change, change.update_snapshot().fast_append() as append:
+        append.append_data_file(
+            DataFile.from_args(
+                content=DataFileContent.DATA,
+                file_path=str(arena.home / "data.zzz"),
+                file_format=FileFormat.ORC,
+                partition=Record(),
+                record_count=1,
+                file_size_in_bytes=1,
+                spec_id=0,
+            )
+        )
+    with pytest.raises(DataFileUnreadable, match=r"suffix of an installed format, found ORC at .*data\.zzz"):
+        arena.train(arena.spec("r", world_size=1))
+
+
+def test_broken_format_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A format that cannot be imported is named where a file needs it."""
+    points = {FILES.group: ["broken9 = no_such_module:FORMAT"]}
+    monkeypatch.syspath_prepend(str(install_distribution(tmp_path, "broken-format", {}, points)))
+    with pytest.raises(BadInput, match=r"'broken9' .*no_such_module"):
+        format_of("/data/f.broken9")
