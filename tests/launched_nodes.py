@@ -12,7 +12,7 @@ import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's __init__ does not re-export by name
 
 from dlac_pipeline.audit.audit import audit_run
-from dlac_pipeline.elastic.heartbeat import NodeHeartbeat
+from dlac_pipeline.elastic.nodes.node_heartbeat import NodeHeartbeat
 from dlac_pipeline.elastic.rank_assignment import Offer
 from dlac_pipeline.elastic.round import Round
 from dlac_pipeline.elastic.sealed_store import SealedStore

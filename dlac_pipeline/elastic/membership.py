@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
-from dlac_pipeline.elastic.heartbeat import NodeHeartbeat
+from dlac_pipeline.elastic.nodes.node_heartbeat import NodeHeartbeat
 from dlac_pipeline.elastic.rank_assignment import Offer, Share, usable_ranks
 from dlac_pipeline.elastic.ranks.addresses import GLOO_INTERFACE, free_port, interface_of
 from dlac_pipeline.elastic.round import Round
@@ -131,7 +131,7 @@ class Membership:
                     return found
                 if beat.others_train:
                     deadline = time.monotonic() + self._launch.gather_timeout_s
-                if beat.cut_off:
+                if beat.round.cut_off:
                     self.forget()
                     sought, problem = False, "the rendezvous does not answer"
             now = time.monotonic()
@@ -148,13 +148,13 @@ class Membership:
     def end_run(self, message: Message) -> None:
         """Announce how the run has ended, also to nodes that wait. One that does not read it finds out from the ledger."""
         if self._heartbeat is not None:
-            self._heartbeat.end_run(message)
+            self._heartbeat.leadership.end_run(message)
 
     def forget(self) -> None:
         """Use another connection for the next round. A node that serves the store keeps serving it."""
         beat, self._heartbeat = self._heartbeat, None
         if beat is not None:
-            self._ended_before, self._ids_before = beat.ended_before, beat.ids
+            self._ended_before, self._ids_before = beat.election.ended_before, beat.slots.ids
             beat.close(leaves=False)
 
     def close(self) -> None:
@@ -165,10 +165,14 @@ class Membership:
         beat, self._heartbeat = self._heartbeat, None
         if beat is None or self._endpoint is None:
             return
-        if self._endpoint.serves and beat.refused:
+        if self._endpoint.serves and beat.election.refused:
             time.sleep(_REFUSAL_S)
         deadline = time.monotonic() + _FAREWELL_S
-        while self._endpoint.serves and not (beat.all_know_the_end or beat.cut_off) and time.monotonic() < deadline:
+        while (
+            self._endpoint.serves
+            and not (beat.leadership.all_know_the_end or beat.round.cut_off)
+            and time.monotonic() < deadline
+        ):
             time.sleep(_POLL_S)
         beat.close(leaves=True)
 
@@ -193,12 +197,12 @@ class Membership:
         plan, place = beat.plan, beat.place
         if plan is not None and place is not None:
             return Round(plan.share(place), plan=plan, heartbeat=beat)
-        if beat.end is not None:
-            raise EndedElsewhere(beat.end)
-        if beat.refused:
+        if beat.election.end is not None:
+            raise EndedElsewhere(beat.election.end)
+        if beat.election.refused:
             raise SpecInvalid(
-                f"expected the same training job on all nodes, {beat.refused}: start all with the same job spec (sources, order, "
-                "params), script and arguments"
+                f"expected the same training job on all nodes, {beat.election.refused}: start all with the same job spec "
+                "(sources, order, params), script and arguments"
             )
         return None
 
@@ -219,8 +223,8 @@ class Membership:
         launch = self._launch
         assert self._endpoint is not None, "of several nodes"
         if beat is not None:
-            problem = f"only {beat.nodes_ready}"
-            if beat.is_foreign:
+            problem = f"only {beat.election.nodes_ready}"
+            if beat.election.is_foreign:
                 problem = "nodes with another key: give all nodes the same one"
         return NodesMissing(
             f"expected {launch.nodes} nodes at {launch.rendezvous!r} within {launch.gather_timeout_s:.0f} s, found {problem}; "

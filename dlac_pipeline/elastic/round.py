@@ -7,7 +7,7 @@ follows the leader's announcements. A single node leads.
 import time
 from collections.abc import Mapping
 
-from dlac_pipeline.elastic.heartbeat import NodeHeartbeat
+from dlac_pipeline.elastic.nodes.node_heartbeat import NodeHeartbeat
 from dlac_pipeline.elastic.rank_assignment import Member, RoundPlan, Share
 from dlac_pipeline.elastic.sealed_store import Message
 
@@ -38,23 +38,23 @@ class Round:
     @property
     def could_grow(self) -> bool:
         """True if nodes wait with which more ranks would train. Known to the leader."""
-        return self._heartbeat is not None and self._heartbeat.could_grow
+        return self._heartbeat is not None and self._heartbeat.leadership.could_grow
 
     @property
     def cut_off(self) -> bool:
         """True if this node has reached no other for too long, or another round has begun."""
-        return self._heartbeat is not None and self._heartbeat.cut_off
+        return self._heartbeat is not None and self._heartbeat.round.cut_off
 
     @property
     def looks(self) -> int:
         """A number that changes whenever this node's knowledge of the round does. 0: a single node."""
-        return 0 if self._heartbeat is None else self._heartbeat.looks
+        return 0 if self._heartbeat is None else self._heartbeat.connection.looks
 
     def lost_nodes(self) -> list[int]:
         """Return the places of nodes that have been silent for too long. A node that does not lead watches the leader only."""
         beat = self._heartbeat
         watched = self.others if self.leads else [LEADER]
-        return [] if beat is None else [place for place in watched if beat.is_lost(self.members[place].slot)]
+        return [] if beat is None else [place for place in watched if beat.round.is_lost(self.members[place].slot)]
 
     def publish(self, message: Message) -> None:
         """Replace this node's message: to the leader, or, from the leader, to all."""
@@ -66,28 +66,28 @@ class Round:
     def message_of(self, place: int) -> Message:
         """Return the last message of another node. Empty: none yet."""
         assert self._heartbeat is not None, "there is another node"
-        return self._heartbeat.message_of(self.members[place].slot)
+        return self._heartbeat.round.message_of(self.members[place].slot)
 
     def silent_s(self, place: int) -> float:
         """Return for how many seconds another node has written nothing new."""
         assert self._heartbeat is not None, "there is another node"
-        return self._heartbeat.silent_s(self.members[place].slot)
+        return self._heartbeat.round.silent_s(self.members[place].slot)
 
     def wait(self, within_s: float) -> None:
         """Wait until this node has read something new, so long at most."""
         if self._heartbeat is None:
             time.sleep(within_s)
         else:
-            self._heartbeat.wait_for_news(within_s)
+            self._heartbeat.connection.wait_for_news(within_s)
 
     def announce(self, subject: str, message: Message) -> None:
         """Announce something to all nodes, as the leader. The last message of a subject counts."""
         if self._heartbeat is not None:
-            self._heartbeat.announce(subject, message)
+            self._heartbeat.leadership.announce(subject, message)
 
     def announced(self, subject: str) -> Message | None:
         """Return the leader's announcement."""
-        return None if self._heartbeat is None else self._heartbeat.announced(subject)
+        return None if self._heartbeat is None else self._heartbeat.round.announcements.get(subject)
 
     def acknowledge(self) -> None:
         """Publish that this node has received the verdict."""
@@ -104,10 +104,10 @@ class Round:
     def _has_parted(self, place: int) -> bool:
         beat, slot = self._heartbeat, self.members[place].slot
         assert beat is not None, "there is another node"
-        moved_on = self.leads and beat.has_moved_on(slot)
-        return beat.is_lost(slot) or moved_on or bool(beat.message_of(slot).get("parted"))
+        moved_on = self.leads and beat.round.has_moved_on(slot)
+        return beat.round.is_lost(slot) or moved_on or bool(beat.round.message_of(slot).get("parted"))
 
     def close(self) -> None:
         """End the part of this node in the round."""
         if self._heartbeat is not None:
-            self._heartbeat.end_round()
+            self._heartbeat.round.end()

@@ -18,8 +18,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's 
 
 from dlac_pipeline.elastic import membership
 from dlac_pipeline.elastic.endpoint import serve_rendezvous
-from dlac_pipeline.elastic.heartbeat import NodeHeartbeat
 from dlac_pipeline.elastic.membership import EndedElsewhere, Membership
+from dlac_pipeline.elastic.nodes.node_heartbeat import NodeHeartbeat
 from dlac_pipeline.elastic.rank_assignment import Offer, RoundPlan, assign_ranks
 from dlac_pipeline.elastic.round import Round
 from dlac_pipeline.elastic.sealed_store import KEY_VARIABLE
@@ -95,7 +95,7 @@ def has_leader_message(node: Round) -> bool:
 
 def is_refused(beat: NodeHeartbeat) -> bool:
     """Return whether a node knows which node would train another job."""
-    return "found another one on b than on a" in beat.refused
+    return "found another one on b than on a" in beat.election.refused
 
 
 def test_largest_dividing_world_size() -> None:
@@ -142,17 +142,17 @@ def test_next_round_forgets_messages(start: Callable[..., NodeHeartbeat]) -> Non
         beat.seek(offer("a"))
     (number,) = {plan_of(beat).number for beat in (leader, other)}
     first, second = (leader, other) if leader.leads else (other, leader)
-    first.announce("resume", {"step": 1})
+    first.leadership.announce("resume", {"step": 1})
     second.publish({"step": 1})
-    wait_until(lambda: second.announced("resume") is not None, what="the announcement")
-    wait_until(lambda: first.message_of(second.slot).get("step") == 1, what="the message")
+    wait_until(lambda: second.round.announcements.get("resume") is not None, what="the announcement")
+    wait_until(lambda: first.round.message_of(second.slot).get("step") == 1, what="the message")
     for beat in (first, second):
-        beat.end_round()
+        beat.round.end()
         beat.seek(offer("a", attempt=1))
     (later,) = {plan_of(beat).number for beat in (first, second)}
     assert later > number
-    assert second.announced("resume") is None
-    assert "step" not in first.message_of(second.slot)
+    assert second.round.announcements.get("resume") is None
+    assert "step" not in first.round.message_of(second.slot)
 
 
 def test_survivor_leads_next_round(start: Callable[..., NodeHeartbeat]) -> None:
@@ -164,8 +164,8 @@ def test_survivor_leads_next_round(start: Callable[..., NodeHeartbeat]) -> None:
     survivor.seek(offer("b"))
     assert plan_of(survivor).nodes == 2
     lost.close(leaves=False)
-    wait_until(lambda: survivor.is_lost(lost.slot), what="the loss")
-    survivor.end_round()
+    wait_until(lambda: survivor.round.is_lost(lost.slot), what="the loss")
+    survivor.round.end()
     survivor.seek(offer("b", attempt=1))
     plan = plan_of(survivor)
     assert ([member.slot for member in plan.members], survivor.leads) == ([survivor.slot], True)
@@ -186,13 +186,13 @@ def test_members_read_own_part(start: Callable[..., NodeHeartbeat], store: TCPSt
         assert (plan.nodes, plan.world_size, plan.share(plan.members[1].place).ranks) == (3, 3, 1)
     assert plan_of(leader).is_whole
     leader.close(leaves=True)
-    wait_until(lambda: heir.is_lost(leader.slot), what="the leader's departure")
-    heir.end_round()
+    wait_until(lambda: heir.round.is_lost(leader.slot), what="the leader's departure")
+    heir.round.end()
     heir.seek(offer("a", attempt=1))
     wait_until(lambda: heir.leads, what="the lease")
     time.sleep(2 * settings.last_call_s)
     assert heir.plan is None, "a member that still ends its ranks is waited for"
-    rest.end_round()
+    rest.round.end()
     rest.seek(offer("a", attempt=1))
     assert plan_of(heir).nodes == 2
 
@@ -227,17 +227,17 @@ def test_training_node_beats_seldom(start: Callable[..., NodeHeartbeat]) -> None
         beat.seek(offer("a"))
     assert all(plan_of(beat) for beat in beats)
     leader, led = beats if beats[0].leads else reversed(beats)
-    leader.announce("resume", {"step": 7})
-    wait_until(lambda: led.announced("resume") is not None, what="the announcement")
+    leader.leadership.announce("resume", {"step": 7})
+    wait_until(lambda: led.round.announcements.get("resume") is not None, what="the announcement")
 
     def looks() -> tuple[int, int]:
-        before = leader.looks, led.looks
-        wait_until(lambda: leader.looks >= before[0] + 8, what="two seconds of beats")
-        return leader.looks - before[0], led.looks - before[1]
+        before = leader.connection.looks, led.connection.looks
+        wait_until(lambda: leader.connection.looks >= before[0] + 8, what="two seconds of beats")
+        return leader.connection.looks - before[0], led.connection.looks - before[1]
 
     wait_until(lambda: (each := looks())[1] <= each[0] / 2, what="rare beats")
     led.publish({"failures": ["rank 1"]}, hurry=True)
-    wait_until(lambda: bool(leader.message_of(led.slot).get("failures")), what="the news")
+    wait_until(lambda: bool(leader.round.message_of(led.slot).get("failures")), what="the news")
 
 
 def test_departure_needs_no_timeout(start: Callable[..., NodeHeartbeat]) -> None:
@@ -250,10 +250,10 @@ def test_departure_needs_no_timeout(start: Callable[..., NodeHeartbeat]) -> None
     leader = next(beat for beat in beats if beat.leads)
     rest = [beat for beat in beats if beat is not leader]
     rest[0].close(leaves=True)
-    wait_until(lambda: leader.is_lost(rest[0].slot), what="the departure")
+    wait_until(lambda: leader.round.is_lost(rest[0].slot), what="the departure")
     leader.close(leaves=True)
-    wait_until(lambda: rest[1].is_lost(leader.slot), what="the leader's departure")
-    rest[1].end_round()
+    wait_until(lambda: rest[1].round.is_lost(leader.slot), what="the leader's departure")
+    rest[1].round.end()
     rest[1].seek(offer("a", attempt=1))
     assert plan_of(rest[1]).nodes == 1
 
@@ -279,11 +279,11 @@ def test_spare_is_admitted_later(start: Callable[..., NodeHeartbeat]) -> None:
     spare.seek(offer("spare"))
     wait_until(lambda: spare.others_train, what="the others' round")
     leader = next(beat for beat in beats if beat.leads)
-    assert not leader.could_grow
+    assert not leader.leadership.could_grow
     (other,) = (beat for beat in beats if beat is not leader)
     other.close(leaves=False)
-    wait_until(lambda: leader.is_lost(other.slot), what="the loss")
-    leader.end_round()
+    wait_until(lambda: leader.round.is_lost(other.slot), what="the loss")
+    leader.round.end()
     leader.seek(offer("a", attempt=1))
     assert [member.offer.host for member in plan_of(spare).members] == ["a", "spare"]
 
@@ -293,9 +293,9 @@ def test_newcomer_makes_room_to_grow(start: Callable[..., NodeHeartbeat]) -> Non
     leader = start(launch("1:2"))
     leader.seek(offer("a"))
     assert plan_of(leader).world_size == 1
-    assert not leader.could_grow
+    assert not leader.leadership.could_grow
     start(launch("1:2")).seek(offer("b"))
-    wait_until(lambda: leader.could_grow, what="the newcomer")
+    wait_until(lambda: leader.leadership.could_grow, what="the newcomer")
 
 
 def test_other_job_is_refused(start: Callable[..., NodeHeartbeat]) -> None:
@@ -342,8 +342,8 @@ def test_late_node_of_other_job_is_refused(start: Callable[..., NodeHeartbeat]) 
     late = start(launch("1:2"))
     late.seek(offer("b", config="y"))
     wait_until(partial(is_refused, late), what="the refusal")
-    assert not leader.refused
-    assert not leader.could_grow
+    assert not leader.election.refused
+    assert not leader.leadership.could_grow
 
 
 def test_offer_of_dead_node_is_ignored(start: Callable[..., NodeHeartbeat]) -> None:
@@ -360,7 +360,7 @@ def test_offer_of_dead_node_is_ignored(start: Callable[..., NodeHeartbeat]) -> N
     refused: list[str] = []
 
     def has_round() -> bool:
-        refused.append(alive.refused)
+        refused.append(alive.election.refused)
         return alive.plan is not None
 
     wait_until(has_round, what="a round")
@@ -377,7 +377,7 @@ def test_members_cause_no_growth(start: Callable[..., NodeHeartbeat]) -> None:
     (leader,) = (beat for beat in beats if beat.leads)
     until = time.monotonic() + 1.5
     while time.monotonic() < until:
-        assert not leader.could_grow
+        assert not leader.leadership.could_grow
 
 
 def test_lost_store_cuts_nodes_off() -> None:
@@ -387,7 +387,7 @@ def test_lost_store_cuts_nodes_off() -> None:
     beat.seek(offer("a"))
     plan_of(beat)
     del store
-    wait_until(lambda: beat.cut_off, what="the silence")
+    wait_until(lambda: beat.round.cut_off, what="the silence")
     beat.close(leaves=False)
 
 
@@ -401,9 +401,9 @@ def test_excluded_node_is_cut_off(start: Callable[..., NodeHeartbeat]) -> None:
     leader = next(beat for beat in beats if beat.leads)
     (other,) = (beat for beat in beats if beat is not leader)
     round_ = round_of(other)
-    with other._lock:  # stops its thread, as in a suspended process
-        wait_until(lambda: leader.is_lost(other.slot), what="the loss")
-        leader.end_round()
+    with other.connection.lock:  # stops its thread, as in a suspended process
+        wait_until(lambda: leader.round.is_lost(other.slot), what="the loss")
+        leader.round.end()
         leader.seek(offer("a", attempt=1))
         assert plan_of(leader).nodes == 1
     wait_until(lambda: round_.cut_off, what="the others' round")

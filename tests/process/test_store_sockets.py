@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's __init__ does not re-export by name
 
 from dlac_pipeline.elastic.endpoint import Endpoint, serve_rendezvous
-from dlac_pipeline.elastic.heartbeat import NodeHeartbeat
+from dlac_pipeline.elastic.nodes.node_heartbeat import NodeHeartbeat
 from dlac_pipeline.elastic.rank_assignment import Offer
 from dlac_pipeline.elastic.ranks import addresses, process_group
 from dlac_pipeline.elastic.ranks.addresses import listen_at, own_address, stands_for_loopback
@@ -140,7 +140,7 @@ def test_old_message_is_no_news() -> None:
     stranger.set("dlac/r/lease", old.decode())
     time.sleep(2.0)
     assert beat.plan == plan
-    assert (beat.leads, beat.cut_off) == (True, False)
+    assert (beat.leads, beat.round.cut_off) == (True, False)
     beat.close(leaves=True)
 
 
@@ -150,12 +150,12 @@ def test_earlier_store_is_no_news(when: str) -> None:
     written: dict[str, list[bytes]] = {}
     earlier = process_group.serve_store("127.0.0.1", own_port())
     with meet(earlier.port) as (leader, follower):
-        leader.announce("resume", {"step": 7})
-        wait_until(lambda: follower.announced("resume") is not None, what="the announcement")
+        leader.leadership.announce("resume", {"step": 7})
+        wait_until(lambda: follower.round.announcements.get("resume") is not None, what="the announcement")
         for _ in range(6):
             _note(earlier, written)
             time.sleep(0.5)
-        leader.end_run({"ending": "stopped"})
+        leader.leadership.end_run({"ending": "stopped"})
         time.sleep(1.0)
         _note(earlier, written)
     later = process_group.serve_store("127.0.0.1", own_port())
@@ -172,10 +172,12 @@ def test_earlier_store_is_no_news(when: str) -> None:
         for _ in range(8):  # for longer than `node_timeout_s`
             replay()
             time.sleep(0.5)
-            assert [(beat.cut_off, beat.end, beat.refused) for beat in (leader, follower)] == [(False, None, "")] * 2
+            assert [(beat.round.cut_off, beat.election.end, beat.election.refused) for beat in (leader, follower)] == [
+                (False, None, "")
+            ] * 2
             assert [round_.lost_nodes() for round_ in rounds_] == [[], []]
-        leader.announce("resume", {"step": 9})
-        wait_until(lambda: follower.announced("resume") == {"step": 9}, what="the announcement")
+        leader.leadership.announce("resume", {"step": 9})
+        wait_until(lambda: follower.round.announcements.get("resume") == {"step": 9}, what="the announcement")
         assert [beat.leads for beat in (leader, follower)] == [True, False]
 
 
@@ -196,7 +198,7 @@ def meet(port: int, *, on_tick: Callable[[], None] = lambda: None) -> Iterator[l
     def have_met() -> bool:
         on_tick()
         time.sleep(0.5)
-        assert [beat.end for beat in beats] == [None, None]
+        assert [beat.election.end for beat in beats] == [None, None]
         return all(beat.place is not None for beat in beats)
 
     wait_until(have_met, what="the round")
@@ -214,9 +216,9 @@ def test_other_key_disturbs_no_node() -> None:
     wait_until(lambda: beat.place is not None, what="the round")
     other = heartbeat(server.port, launch, secret="another secret of nodes")
     other.seek(Offer(host="b", address="127.0.0.1", ranks=1))
-    wait_until(lambda: other.is_foreign, what="the foreign lease")
+    wait_until(lambda: other.election.is_foreign, what="the foreign lease")
     time.sleep(1.5)
-    assert (other.slot, other.plan, beat.leads, beat.cut_off) == (0, None, True, False)
+    assert (other.slot, other.plan, beat.leads, beat.round.cut_off) == (0, None, True, False)
     for each in (beat, other):
         each.close(leaves=True)
 
