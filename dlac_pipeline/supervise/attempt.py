@@ -13,6 +13,7 @@ from dlac_pipeline.elastic.round import RESUME, Round
 from dlac_pipeline.lakehouse.errors import LeftUnfinished
 from dlac_pipeline.lakehouse.ledger.older_ledger import LedgerWatch
 from dlac_pipeline.plan.legs.leg import Leg
+from dlac_pipeline.supervise.attempt_monitor import AttemptMonitor
 from dlac_pipeline.supervise.attempt_state import AttemptMachine, AttemptState, Decision, Observation
 from dlac_pipeline.supervise.failure import (
     STOPPED_FILE,
@@ -22,7 +23,6 @@ from dlac_pipeline.supervise.failure import (
     planned_end,
     stuck_rank,
 )
-from dlac_pipeline.supervise.incident import AttemptMonitor, Incident
 from dlac_pipeline.supervise.ranks.all_ranks import AllRanks
 from dlac_pipeline.supervise.ranks.local_ranks import Exit
 from dlac_pipeline.supervise.ranks.rank_events import Ending, Event, EventReader, ending_of
@@ -133,7 +133,7 @@ class SupervisedAttempt:
         point = self._start.claim(self.folder, verifying=self._report_verification)
         failure = self._start.find_failure(point)
         if failure is not None:
-            self._monitor.incident = Incident(self._spec, point, failure)
+            self._supervision.recorder.begin(point, failure)
         return point
 
     def _resume(self, point: ResumePoint) -> None:
@@ -191,7 +191,8 @@ class SupervisedAttempt:
             self._read_ranks(ranks)
             for event in ranks.own.heal():
                 self._publish(event)
-            self._monitor.record_rejoined(ranks.own, self._spec, self._nonce)
+            for rejoined in ranks.own.find_rejoined():
+                self._supervision.recorder.record_rejoined(rejoined, self._nonce, self._publish)
             ledger.check()
             for observation, cause in self._observe(ranks):
                 end = self._apply(observation, ranks, cause)
@@ -295,7 +296,7 @@ class SupervisedAttempt:
         facts = {"cause": failure.cause, "step": failure.last_step, "phase": failure.doing, **ranks.log_end(cause.rank)}
         raised_at = {"where": failure.where, "traceback": failure.traceback} if failure.place else {}
         self._publish({"event": "failure", "rank": cause.rank, **facts, **raised_at})
-        self._monitor.end_recovery("failed again")  # of the previous failure
+        self._supervision.recorder.end("failed again", self._publish)  # of the previous failure
         return failure
 
     def _read_ranks(self, ranks: AllRanks) -> None:

@@ -1,84 +1,35 @@
-"""Incident: a failure, and the phases of the recovery until the first new step is done. A failed recovery has a row too."""
+"""Rows of `recoveries` as one run has them: a failure with the phases of its recovery, replaced ranks, and a run given up."""
 
-import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.lakehouse.ledger.recoveries import Recovery, recoveries_of, write_recovery
+from dlac_pipeline.lakehouse.ledger.recoveries import Recovery, recoveries_of
 from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, claim_of, lineage_of
 from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, ClaimRow, LedgerRow, QuarantinedCheckpointRow
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.spec.launch_spec import LaunchSpec
 from dlac_pipeline.supervise.claims import left_in_order
-from dlac_pipeline.supervise.failure import Failure, HangDetector
+from dlac_pipeline.supervise.failure import Failure
 from dlac_pipeline.supervise.liveness.heartbeat import Phase, RankHeartbeat, read_heartbeats
-from dlac_pipeline.supervise.policies.stragglers import Stragglers
-from dlac_pipeline.supervise.ranks.local_ranks import RankGroup
+from dlac_pipeline.supervise.ranks.local_ranks import Rejoined
 from dlac_pipeline.supervise.ranks.rank_events import Event
-from dlac_pipeline.supervise.recovery_recorder import RecoveryRecorder
 from dlac_pipeline.supervise.start.resume_point import FromMemory, ResumePoint
 
 _CHOICES = (ClaimRow, QuarantinedCheckpointRow)
 """Rows that say after which checkpoint an attempt resumes."""
 RecoveryOutcome = Literal["resumed", "failed again", "gave up"]
-_STEP_EVENT_EVERY_S = 0.5
-
-
-class AttemptMonitor:
-    """Monitor of the heartbeats of one attempt: its step, its slow and hung ranks, and its recovery from a failure."""
-
-    def __init__(self, recorder: RecoveryRecorder, launch: LaunchSpec, publish: Callable[[Event], None]) -> None:
-        self.step = 0
-        """Last step that all ranks have finished."""
-        self.hangs = HangDetector(launch)
-        self.incident: Incident | None = None
-        self._recorder = recorder
-        self._publish = publish
-        self._stragglers = Stragglers()
-        self._published_step = (0, 0)
-        self._published_at = -math.inf
-
-    def observe(self, heartbeats: Sequence[RankHeartbeat | None]) -> None:
-        """Note the heartbeats of all ranks, once each rank has sent one."""
-        known = [found for found in heartbeats if found is not None]
-        if len(known) < len(heartbeats):
-            return
-        self.step = max(self.step, min(found.step for found in known))
-        if self.incident is not None and self.incident.observe(known):
-            self.end_recovery("resumed")
-        for straggler in self._stragglers.observe(known):
-            self._publish(straggler.event())
-        first, now = known[0], time.monotonic()
-        step = (first.step, first.loss_step)
-        if first.loss_step and step != self._published_step and now - self._published_at >= _STEP_EVENT_EVERY_S:
-            self._published_step, self._published_at = step, now
-            self._publish({"event": "step", "step": first.step, "loss_step": first.loss_step, "loss": first.loss})
-
-    def end_recovery(self, outcome: RecoveryOutcome) -> None:
-        """Have the recovery in progress recorded, if there is one."""
-        incident, self.incident = self.incident, None
-        if incident is not None:
-            build = partial(incident.build_recovery, outcome=outcome, ended_at=time.time())
-            self._recorder.record(build, incident.to_event, self._publish)
-
-    def record_rejoined(self, ranks: RankGroup, spec: JobSpec, nonce: str) -> None:
-        """Have the replaced ranks recorded that take part in the attempt of `nonce` again."""
-        for rejoined in ranks.find_rejoined():
-            self._recorder.record(partial(rejoined.build_recovery, spec, nonce), rejoined.to_event, self._publish)
 
 
 class Incident:
-    """A recovery in progress: `observe` the ranks until their first step is done, then `report`."""
+    """A recovery in progress: `observe` the ranks until their first step is done, then `build_recovery`."""
 
-    def __init__(self, spec: JobSpec, point: ResumePoint, failure: Failure) -> None:
-        self._spec = spec
+    def __init__(self, run: str, point: ResumePoint, failure: Failure) -> None:
+        self._run = run
         self._point = point
         self._failure = failure
         self._resumable_at = time.time()
@@ -86,7 +37,7 @@ class Incident:
         self._stepped_at: float | None = None
         self._convert_s = 0.0
 
-    def observe(self, heartbeats: list[RankHeartbeat]) -> bool:
+    def observe(self, heartbeats: Sequence[RankHeartbeat]) -> bool:
         """Note the phases that the ranks have reached. Return True once all have finished a step or all their work."""
         now = time.time()
         past_loading = all(found.phase >= Phase.TRAINING for found in heartbeats)
@@ -98,23 +49,17 @@ class Incident:
             self._stepped_at = now
         return self._stepped_at is not None
 
-    def report(self, lakehouse: Lakehouse, outcome: RecoveryOutcome = "resumed") -> Event:
-        """Write the row of `recoveries` and return it as an event."""
-        recovery = self.build_recovery(lakehouse, outcome=outcome, ended_at=time.time())
-        write_recovery(lakehouse, recovery, is_new=True)
-        return self.to_event(recovery)
-
-    def build_recovery(self, lakehouse: Lakehouse, *, outcome: RecoveryOutcome, ended_at: float) -> Recovery:
+    def build_recovery(self, outcome: RecoveryOutcome, ended_at: float, lakehouse: Lakehouse) -> Recovery:
         """Return the row of `recoveries`, with what the ledger knows of it. `ended_at` is its end if no step was done."""
         point, failure = self._point, self._failure
         ended = self._stepped_at or ended_at
         loaded = self._loaded_at or ended
         ledger = Ledger(lakehouse)
-        rows = ledger.rows(self._spec.run, kinds=HEAD_KINDS)
+        rows = ledger.rows(self._run, kinds=HEAD_KINDS)
         claim = next(row for row in rows if isinstance(row, ClaimRow) and row.nonce == point.nonce)
         replayed = rows_replayed(ledger, rows, claim, worked_on=failure.rows, resumed_from=point.checkpoint_id)
         return Recovery(
-            run=self._spec.run,
+            run=self._run,
             seq=claim.seq,
             attempt=point.attempt,
             replaced_attempt=point.replaces,
@@ -199,12 +144,12 @@ def _work_lost_s(rows: Sequence[LedgerRow], point: ResumePoint, failure: Failure
     return max(0.0, failure.failed_at - since)
 
 
-def write_given_up(lakehouse: Lakehouse, run: str, attempt: int, failure: Failure) -> None:
-    """Write the row of a run that is given up: no attempt follows the one that failed last."""
+def build_given_up(run: str, failure: Failure, attempt: int, lakehouse: Lakehouse) -> Recovery:
+    """Return the row of a run that is given up: no attempt follows the one that failed last."""
     rows = Ledger(lakehouse).rows(run, kinds=HEAD_KINDS)
     claim = next(row for row in rows if isinstance(row, ClaimRow) and row.attempt == attempt)
     head = checkpoint_rows(rows).get(rows[-1].head_after or "")
-    recovery = Recovery(
+    return Recovery(
         run=run,
         seq=claim.seq,
         attempt=attempt,
@@ -220,4 +165,28 @@ def write_given_up(lakehouse: Lakehouse, run: str, attempt: int, failure: Failur
         total_s=failure.stopped_at - failure.failed_at,
         outcome="gave up",
     )
-    write_recovery(lakehouse, recovery)
+
+
+def build_rejoined(rejoined: Rejoined, spec: JobSpec, nonce: str, lakehouse: Lakehouse) -> Recovery:
+    """Return the row of replaced ranks that take part again in the attempt of `nonce`."""
+    heartbeat = rejoined.heartbeat
+    rows = Ledger(lakehouse).rows(spec.run, kinds=(ClaimRow,))
+    claim = next(row for row in rows if isinstance(row, ClaimRow) and row.nonce == nonce)
+    started = heartbeat.spent.began
+    return Recovery(
+        run=spec.run,
+        seq=claim.seq,
+        attempt=claim.attempt,
+        replaced_attempt=claim.attempt,
+        cause=rejoined.cause,
+        noticed_by=rejoined.noticed_by,
+        failed_at=datetime.fromtimestamp(rejoined.failed_at, UTC),
+        resumed_from=None,
+        resumed_step=heartbeat.step,
+        rows_replayed=spec.order.batch_size if rejoined.had_batch else 0,
+        detect_s=rejoined.noticed_at - rejoined.failed_at,
+        load_s=started - rejoined.noticed_at,
+        first_step_s=heartbeat.at - started,
+        total_s=heartbeat.at - rejoined.failed_at,
+        outcome="rejoined",
+    )

@@ -21,7 +21,7 @@ from dlac_pipeline.supervise.memory.node_memory import NodeMemory
 from dlac_pipeline.supervise.ranks.listener_process import ListenerProcess, describe_attempt
 from dlac_pipeline.supervise.ranks.rank_events import Event
 from dlac_pipeline.supervise.ranks.rank_starter import RankStarter
-from dlac_pipeline.supervise.recovery_recorder import RecoveryRecorder
+from dlac_pipeline.supervise.recovery_recorder import BackgroundRecorder
 from dlac_pipeline.supervise.retry_policy import retry_within_s
 from dlac_pipeline.supervise.start.resume_point import ResumePoint
 
@@ -45,13 +45,13 @@ class Supervision:
     """Start of this supervisor, in seconds since the epoch."""
     plans: Plans = field(init=False)
     memory: NodeMemory = field(init=False)
-    recorder: RecoveryRecorder = field(init=False)
+    recorder: BackgroundRecorder = field(init=False)
 
     def __post_init__(self) -> None:
         """Find the memory states of this node, and make the plans and the recorder."""
         object.__setattr__(self, "plans", Plans(self.lakehouse))
         object.__setattr__(self, "memory", NodeMemory(self.spec, name=f"{self.spec.run}@{self.ledger_uuid}"))
-        object.__setattr__(self, "recorder", RecoveryRecorder(self.lakehouse, stop=self.stop))
+        object.__setattr__(self, "recorder", BackgroundRecorder(self.lakehouse, self.spec, stop=self.stop))
 
     @property
     def spec(self) -> JobSpec:

@@ -153,7 +153,8 @@ class Supervisor:
             return launch.membership.next_round(takeover.replaces or 0, self._stop, takeover.check_unfinished)
         except errors.NodesMissing:
             if self._failure is not None and takeover.replaces is not None and takeover.holds_lock:
-                launch.restart_policy.record_given_up(self._failure, takeover.replaces)
+                supervision = launch.supervision
+                supervision.recorder.give_up(self._failure, takeover.replaces, supervision.publish)
             raise
 
     def _lead(self, launch: _Launch, round_: Round) -> AttemptVerdict:

@@ -3,7 +3,8 @@
 import logging
 import os
 import random
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,11 +19,11 @@ from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.launch_request import OPERATOR
 from dlac_pipeline.supervise.failure import failure_of_attempt, planned_end
-from dlac_pipeline.supervise.incident import Incident, RecoveryOutcome, write_given_up
 from dlac_pipeline.supervise.liveness.heartbeat import Phase
 from dlac_pipeline.supervise.liveness.heartbeat_writer import HeartbeatWriter
 from dlac_pipeline.supervise.ranks.listener_process import ListenerProcess, describe_attempt
 from dlac_pipeline.supervise.ranks.rank_events import EventWriter
+from dlac_pipeline.supervise.recovery_recorder import RecoveryRecorder
 from dlac_pipeline.supervise.start.resume_point import ResumePoint
 
 _log = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ class OwnRecoveries:
         self._spec = spec
         self.events = events
         """Receives the events of written rows."""
-        self._incident: Incident | None = None
+        self._recorder = RecoveryRecorder(lakehouse, spec)
 
     def begin(self, point: ResumePoint, *, claimed_at: float) -> None:
         """Begin to record the recovery of this attempt if one before it failed. An error of the record is only logged."""
@@ -53,37 +54,39 @@ class OwnRecoveries:
                 launched_at=claimed_at,
                 stopped_at=claimed_at,
             )
-            self._incident = None if failure is None else Incident(self._spec, point, failure)
+            if failure is not None:
+                self._recorder.begin(point, failure)
         except DlacError as err:
             _log.warning("the recovery cannot be recorded: %s", err)
 
     def observe(self, heartbeat: HeartbeatWriter, phase: Phase) -> None:
         """Record the recovery once the first step of the attempt is done."""
-        if self._incident is not None and self._incident.observe([heartbeat.now(phase)]):
-            self._record(self._incident, "resumed")
+        if self._recorder.in_progress:
+            with _only_logged():
+                self._recorder.observe([heartbeat.now(phase)], self.events.write)
 
     def fail(self) -> None:
         """Record that the recovery failed before the first step. Without a recovery in progress nothing is recorded."""
-        if self._incident is not None:
-            self._record(self._incident, "failed again")
+        if self._recorder.in_progress:
+            with _only_logged():
+                self._recorder.end("failed again", self.events.write)
 
     def give_up(self, err: DlacError, *, attempt: int, step: int) -> None:
-        """Record that no attempt follows this one. An error of the record is ignored."""
-        self.events.write({"event": "given_up", "reason": str(err)})
-        with suppress(DlacError):
-            failure = planned_end(f"{type(err).__name__}: {err}", step=step)
-            write_given_up(self._lakehouse, self._spec.run, attempt, replace(failure, noticed_by="rank 0"))
+        """Record that no attempt follows this one."""
+        failure = planned_end(f"{type(err).__name__}: {err}", step=step)
+        self._recorder.give_up(replace(failure, noticed_by="rank 0"), attempt, self.events.write, reason=str(err))
 
-    def _record(self, incident: Incident, outcome: RecoveryOutcome) -> None:
-        """Write the recovery to the ledger. An error is only logged. The script's random generator is left unchanged."""
-        self._incident = None
-        state = random.getstate()
-        try:
-            self.events.write(incident.report(self._lakehouse, outcome))
-        except DlacError as err:
-            _log.warning("the recovery could not be recorded: %s", err)
-        finally:
-            random.setstate(state)
+
+@contextmanager
+def _only_logged() -> Iterator[None]:
+    """Log an error of a record, and leave the script's random generator unchanged."""
+    state = random.getstate()
+    try:
+        yield
+    except DlacError as err:
+        _log.warning("the recovery could not be recorded: %s", err)
+    finally:
+        random.setstate(state)
 
 
 def was_restarted() -> bool:

@@ -29,10 +29,10 @@ from dlac_pipeline.lakehouse.ledger.recoveries import (
 from dlac_pipeline.lakehouse.ledger.schemas import RECOVERIES
 from dlac_pipeline.lakehouse.maintenance.upkeep import MIN_FILES, run_upkeep
 from dlac_pipeline.supervise import recovery_recorder
+from dlac_pipeline.supervise.attempt_monitor import AttemptMonitor
 from dlac_pipeline.supervise.failure import planned_end
-from dlac_pipeline.supervise.incident import AttemptMonitor, Incident
 from dlac_pipeline.supervise.liveness.heartbeat import Phase, RankHeartbeat
-from dlac_pipeline.supervise.recovery_recorder import RecoveryRecorder
+from dlac_pipeline.supervise.recovery_recorder import BackgroundRecorder
 from dlac_pipeline.supervise.start.resume_point import FreshStart
 from tests.integration.test_cli import dlac
 from tests.small_records import small_recovery
@@ -166,19 +166,19 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return answers
 
 
-def end_recovery(arena: Arena, recorder: RecoveryRecorder, events: list[dict[str, Any]]) -> None:
+def end_recovery(arena: Arena, recorder: BackgroundRecorder, events: list[dict[str, Any]]) -> None:
     """Have a monitor observe the first new step after a failure of attempt 1."""
     for number in (1, 2):
         claim(Ledger(arena.lakehouse), "r", nonce=f"n{number}", replaces=number - 1, detail={})
     spec, point = arena.spec("r"), FreshStart(attempt=2, nonce="n2", leg="{}", leg_is_new=False, replaces=1)
     monitor = AttemptMonitor(recorder, spec.launch, events.append)
-    monitor.incident = Incident(spec, point, planned_end("it died", step=0))
+    recorder.begin(point, planned_end("it died", step=0))
     monitor.observe([RankHeartbeat(1, Phase.TRAINING, time.time(), 0, 0.0)] * 2)
 
 
 def test_slow_catalog_delays_no_watch(arena: Arena, answers: threading.Event) -> None:
     """The ranks are watched while the row of a recovery is written. Its event follows the row."""
-    recorder, events = RecoveryRecorder(arena.lakehouse), list[dict[str, Any]]()
+    recorder, events = BackgroundRecorder(arena.lakehouse, arena.spec("r")), list[dict[str, Any]]()
     end_recovery(arena, recorder, events)
     recorder.publish_written()
     assert (events, recoveries_of(arena.lakehouse)) == ([], [])
@@ -198,7 +198,7 @@ def test_outage_loses_no_recovery(arena: Arena, monkeypatch: pytest.MonkeyPatch)
         return rows(self, *args, **kwargs)
 
     monkeypatch.setattr(Ledger, "rows", fail_once)
-    recorder, events = RecoveryRecorder(arena.lakehouse), list[dict[str, Any]]()
+    recorder, events = BackgroundRecorder(arena.lakehouse, arena.spec("r")), list[dict[str, Any]]()
     end_recovery(arena, recorder, events)
     recorder.close()
     assert [each["event"] for each in events] == ["recovered"]
@@ -207,7 +207,7 @@ def test_outage_loses_no_recovery(arena: Arena, monkeypatch: pytest.MonkeyPatch)
 
 def test_recoveries_are_recorded_in_order(arena: Arena, answers: threading.Event) -> None:
     """A row that cannot be written is a warning in its place."""
-    recorder, events = RecoveryRecorder(arena.lakehouse), list[dict[str, Any]]()
+    recorder, events = BackgroundRecorder(arena.lakehouse, arena.spec("r")), list[dict[str, Any]]()
 
     def refuse(lakehouse: Lakehouse) -> Recovery:
         raise LedgerError("the ledger is damaged")
@@ -228,7 +228,7 @@ def test_recoveries_are_recorded_in_order(arena: Arena, answers: threading.Event
 def test_outage_ends_wait_for_rows(arena: Arena, answers: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
     """A launch that ends during an outage does not wait for long, and warns."""
     monkeypatch.setattr(recovery_recorder, "_CLOSE_WITHIN_S", 0.1)
-    recorder, events = RecoveryRecorder(arena.lakehouse), list[dict[str, Any]]()
+    recorder, events = BackgroundRecorder(arena.lakehouse, arena.spec("r")), list[dict[str, Any]]()
     end_recovery(arena, recorder, events)
     recorder.close()
     answers.set()
@@ -246,7 +246,7 @@ def test_stop_request_shortens_the_wait(
     monkeypatch.setattr(recovery_recorder, "_STOPPED_WITHIN_S", 0.1)
     stop = threading.Event()
     stop.set()
-    recorder, events = RecoveryRecorder(arena.lakehouse, stop=stop), list[dict[str, Any]]()
+    recorder, events = BackgroundRecorder(arena.lakehouse, arena.spec("r"), stop=stop), list[dict[str, Any]]()
     end_recovery(arena, recorder, events)
     began = time.monotonic()
     recorder.end_attempt()
@@ -258,7 +258,7 @@ def test_stop_request_shortens_the_wait(
 
 def test_unexpected_error_is_warning(arena: Arena) -> None:
     """A run that has ended well must not fail because of the record of its recovery. Later rows are written."""
-    recorder, events = RecoveryRecorder(arena.lakehouse), list[dict[str, Any]]()
+    recorder, events = BackgroundRecorder(arena.lakehouse, arena.spec("r")), list[dict[str, Any]]()
 
     def fail(lakehouse: Lakehouse) -> Recovery:
         raise TypeError("unknown column")

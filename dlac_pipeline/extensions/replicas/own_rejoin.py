@@ -1,16 +1,14 @@
 """Record of a replica group that takes part again, without a supervisor: the group writes its row of `recoveries` itself."""
 
-from functools import partial
-
 import psutil
 
-from dlac_pipeline.extensions.replicas.replica_ranks import RejoinedGroup
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.launch_request import OPERATOR
 from dlac_pipeline.supervise.liveness.heartbeat import RankHeartbeat
+from dlac_pipeline.supervise.ranks.local_ranks import Rejoined
 from dlac_pipeline.supervise.ranks.rank_events import EventWriter
-from dlac_pipeline.supervise.recovery_recorder import RecoveryRecorder
+from dlac_pipeline.supervise.recovery_recorder import BackgroundRecorder
 from dlac_pipeline.train.own_reports import was_restarted
 
 
@@ -19,17 +17,17 @@ class OwnRejoin:
 
     def __init__(self, spec: JobSpec, nonce: str, *, group: int, last: RankHeartbeat) -> None:
         self._spec, self._nonce, self._group, self._last = spec, nonce, group, last
-        self._recorder: RecoveryRecorder | None = None
+        self._recorder: BackgroundRecorder | None = None
 
     def step_done(self, lakehouse: Lakehouse, heartbeat: RankHeartbeat, events: EventWriter) -> None:
         """Begin to write the row once the group has finished a step, and the event once the row is written."""
         if self._recorder is not None:
             self._recorder.publish_written()
             return
-        self._recorder = RecoveryRecorder(lakehouse)
+        self._recorder = BackgroundRecorder(lakehouse, self._spec)
         started = psutil.Process().create_time()
-        rejoined = RejoinedGroup(
-            group=self._group,
+        rejoined = Rejoined(
+            event={"event": "group_rejoined", "group": self._group},
             cause=f"group {self._group} died, while {self._last.doing}",
             noticed_by="torchrun" if was_restarted() else OPERATOR,
             failed_at=min(started, self._last.at),
@@ -37,10 +35,9 @@ class OwnRejoin:
             had_batch=self._last.spent.in_hand > 0,
             heartbeat=heartbeat,
         )
-        build = partial(rejoined.build_recovery, self._spec, self._nonce)
-        self._recorder.record(build, rejoined.to_event, events.write)
+        self._recorder.record_rejoined(rejoined, self._nonce, events.write)
 
     def close(self) -> None:
-        """Wait for the row, as `RecoveryRecorder.close` does."""
+        """Wait for the row, as `BackgroundRecorder.close` does."""
         if self._recorder is not None:
             self._recorder.close()

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -17,15 +16,12 @@ from dlac_pipeline.extensions.replicas.lighthouse import Lighthouse
 from dlac_pipeline.extensions.replicas.rank import mark_dead
 from dlac_pipeline.lakehouse.errors import DlacError, TrainingFailed, error_class
 from dlac_pipeline.spec.launch_spec import LaunchSpec
-from dlac_pipeline.supervise.liveness.heartbeat import HeartbeatFile, Phase, RankHeartbeat, read_heartbeat
-from dlac_pipeline.supervise.ranks.local_ranks import Exit, RankGroup
+from dlac_pipeline.supervise.liveness.heartbeat import HeartbeatFile, Phase, read_heartbeat
+from dlac_pipeline.supervise.ranks.local_ranks import Exit, RankGroup, Rejoined
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
-    from dlac_pipeline.lakehouse.ledger.recoveries import Recovery
-    from dlac_pipeline.spec.job_spec import JobSpec
     from dlac_pipeline.supervise.ranks.rank_events import Event
 
 _MOST_TRIES = 3
@@ -50,55 +46,6 @@ class Replacement:
     """True if that rank died with a batch, which was read again."""
     deaths: int
     """How many times the group died without a finished step in between, this time included."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RejoinedGroup:
-    """A replica group that takes part again. Moments are in seconds since the epoch."""
-
-    group: int
-    cause: str
-    noticed_by: str
-    failed_at: float
-    """Moment of the dead process's last heartbeat."""
-    noticed_at: float
-    had_batch: bool
-    """True if it died with a batch, which was read again."""
-    heartbeat: RankHeartbeat
-    """Heartbeat of the group's first rank after a finished step."""
-
-    def build_recovery(self, spec: JobSpec, nonce: str, lakehouse: Lakehouse) -> Recovery:
-        """Return the group's row of `recoveries` in the attempt of `nonce`."""
-        from dlac_pipeline.lakehouse.ledger.ledger import Ledger  # a supervisor begins without the catalog
-        from dlac_pipeline.lakehouse.ledger.recoveries import Recovery
-        from dlac_pipeline.lakehouse.ledger.typed_rows import ClaimRow
-
-        heartbeat = self.heartbeat
-        rows = Ledger(lakehouse).rows(spec.run, kinds=(ClaimRow,))
-        claim = next(row for row in rows if isinstance(row, ClaimRow) and row.nonce == nonce)
-        started = heartbeat.spent.began
-        return Recovery(
-            run=spec.run,
-            seq=claim.seq,
-            attempt=claim.attempt,
-            replaced_attempt=claim.attempt,
-            cause=self.cause,
-            noticed_by=self.noticed_by,
-            failed_at=datetime.fromtimestamp(self.failed_at, UTC),
-            resumed_from=None,
-            resumed_step=heartbeat.step,
-            rows_replayed=spec.order.batch_size if self.had_batch else 0,
-            detect_s=self.noticed_at - self.failed_at,
-            load_s=started - self.noticed_at,
-            first_step_s=heartbeat.at - started,
-            total_s=heartbeat.at - self.failed_at,
-            outcome="rejoined",
-        )
-
-    def to_event(self, recovery: Recovery) -> Event:
-        """Return the event of that row."""
-        facts = {"step": recovery.resumed_step, "took_s": recovery.total_s}
-        return {"event": "group_rejoined", "group": self.group, **facts}
 
 
 class ReplicaRanks(RankGroup):
@@ -243,7 +190,7 @@ class ReplicaRanks(RankGroup):
                     file.write(last.step, Phase.STARTING)
         self.processes.start_again(partial(self._restart, group))
 
-    def find_rejoined(self) -> list[RejoinedGroup]:
+    def find_rejoined(self) -> list[Rejoined]:
         """Return the groups whose new processes have finished a step since the last call."""
         found = []
         for group, replaced in list(self._replacements.items()):
@@ -251,8 +198,8 @@ class ReplicaRanks(RankGroup):
             if heartbeat is not None and heartbeat.at > replaced.noticed_at and heartbeat.spent.rows:
                 del self._replacements[group]
                 found.append(
-                    RejoinedGroup(
-                        group=group,
+                    Rejoined(
+                        event={"event": "group_rejoined", "group": group},
                         cause=f"group {group}: {replaced.exit}, while {replaced.doing}",
                         noticed_by="supervisor",
                         failed_at=replaced.failed_at,

@@ -12,7 +12,6 @@ from dlac_pipeline.plan.legs.leg import Leg, Unreadable
 from dlac_pipeline.supervise.attempt import SupervisedAttempt
 from dlac_pipeline.supervise.claims import attempts_without_progress
 from dlac_pipeline.supervise.failure import STUCK, Failure
-from dlac_pipeline.supervise.incident import write_given_up
 from dlac_pipeline.supervise.policies.poison_rows import CrashLoop, damaged_row_group, rows_in_hand, unreadable_rows
 from dlac_pipeline.supervise.retry_policy import RETRY_WITHIN_S
 from dlac_pipeline.supervise.supervision import Supervision
@@ -62,7 +61,7 @@ class RestartPolicy:
         self._fruitless = 0 if attempt.committed else self._fruitless + 1
         spiked = failure.kind == errors.LossSpiked.__name__ and "samples" in failure.detail
         if not spiked and failure.kind in {each.__name__ for each in _GIVEN_UP}:
-            self.record_given_up(failure, attempt.number)
+            self._supervision.recorder.give_up(failure, attempt.number, self._supervision.publish)
         if not (attempt.others and (failure.kind == errors.Preempted.__name__ or self._supervision.leaving.is_set())):
             self._raise_if_final(failure)
         if failure.lacked_memory and not attempt.committed:
@@ -114,18 +113,10 @@ class RestartPolicy:
         self, failure: Failure, attempt: int, error: type[errors.TrainingFailed], found: str, *, last: str = ""
     ) -> NoReturn:
         """Record that the run is given up, and raise the error."""
-        self.record_given_up(failure, attempt)
+        self._supervision.recorder.give_up(failure, attempt, self._supervision.publish)
         rank = "" if failure.rank < 0 else f" --rank {failure.rank}"
         logs = f"its output: `dlac logs {self._spec.run} --attempt {attempt}{rank}`"
         raise error(f"{found}, then train again; {logs}; {last}{failure.describe()}")
-
-    def record_given_up(self, failure: Failure, attempt: int) -> None:
-        """Publish that a run is given up, and write its row. An error of the write is only a warning."""
-        self._supervision.publish({"event": "given_up", "reason": failure.describe()})
-        try:
-            write_given_up(self._lakehouse, self._spec.run, attempt, failure)
-        except errors.DlacError as err:
-            self._supervision.publish({"event": "warning", "message": f"giving up was not recorded: {err}"})
 
     def _raise_if_final(self, failure: Failure) -> None:
         """Raise the error of a rank if another attempt would meet it again, or if a stop was requested."""

@@ -11,7 +11,7 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from dlac_pipeline.elastic.ranks.launch_folder import log_file, notice_file, reason_file, room_file, stop_file
 from dlac_pipeline.elastic.ranks.processes import RankProcesses, Reason
@@ -22,9 +22,7 @@ from dlac_pipeline.supervise.liveness.heartbeat import Phase, RankHeartbeat, rea
 from dlac_pipeline.supervise.ranks.rank_logs import LogBound
 
 if TYPE_CHECKING:
-    from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
     from dlac_pipeline.lakehouse.ledger.recoveries import Recovery
-    from dlac_pipeline.spec.job_spec import JobSpec
     from dlac_pipeline.supervise.ranks.rank_events import Event
 
 _TAIL_LINES = 20
@@ -70,14 +68,25 @@ class Exit(RankError):
         return f"rank {self.rank} died{reason}"
 
 
-class Rejoined(Protocol):
-    """Ranks that were replaced within their attempt, and take part in it again."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rejoined:
+    """Ranks that were replaced within their attempt, and take part in it again. Moments are in seconds since the epoch."""
 
-    def build_recovery(self, spec: JobSpec, nonce: str, lakehouse: Lakehouse) -> Recovery:
-        """Return their row of `recoveries`. `nonce` is that of the attempt."""
+    event: Event
+    """Event of their return, which names them."""
+    cause: str
+    noticed_by: str
+    failed_at: float
+    """Moment of the dead process's last heartbeat."""
+    noticed_at: float
+    had_batch: bool
+    """True if it died with a batch, which was read again."""
+    heartbeat: RankHeartbeat
+    """Heartbeat of the first of these ranks after a finished step."""
 
     def to_event(self, recovery: Recovery) -> Event:
-        """Return the event of that row."""
+        """Return the event of their row of `recoveries`."""
+        return {**self.event, "step": recovery.resumed_step, "took_s": recovery.total_s}
 
 
 class RankGroup:
