@@ -7,9 +7,8 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from pathlib import Path
 
-from dlac_pipeline.elastic.round import RESUME, Round
+from dlac_pipeline.elastic.round import RESUME
 from dlac_pipeline.lakehouse.errors import LeftUnfinished
 from dlac_pipeline.lakehouse.ledger.older_ledger import LedgerWatch
 from dlac_pipeline.plan.legs.leg import Leg
@@ -25,9 +24,10 @@ from dlac_pipeline.supervise.failure import (
 )
 from dlac_pipeline.supervise.ranks.all_ranks import AllRanks
 from dlac_pipeline.supervise.ranks.local_ranks import Exit
+from dlac_pipeline.supervise.ranks.node_part import NodePart
 from dlac_pipeline.supervise.ranks.rank_events import Ending, Event, EventReader, ending_of
-from dlac_pipeline.supervise.ranks.start_ranks import spec_for, start_local_ranks, write_resume_point
-from dlac_pipeline.supervise.start.request import ClaimRequest, ResumeOptions
+from dlac_pipeline.supervise.ranks.run_events import RunEvents
+from dlac_pipeline.supervise.recovery_recorder import BackgroundRecorder
 from dlac_pipeline.supervise.start.resume_point import FromMemory, ResumePoint
 from dlac_pipeline.supervise.start.supervised_start import SupervisedStart
 from dlac_pipeline.supervise.supervision import Supervision
@@ -49,46 +49,40 @@ class _StopRequested(Exception):
 
 
 class SupervisedAttempt:
-    """An attempt that this node leads. `replaces` and `failure` describe the attempt before it."""
+    """An attempt that this node leads."""
 
     def __init__(
         self,
+        part: NodePart,
+        start: SupervisedStart,
         supervision: Supervision,
-        round_: Round,
         *,
-        options: ResumeOptions,
-        replaces: int | None,
-        failure: Failure | None,
+        recorder: BackgroundRecorder,
+        events: RunEvents,
     ) -> None:
         self.number = 0
         self.leg: Leg | None = None
         self.committed = False
-        self.others = round_.others
+        self.others = part.round.others
         """Places of the further nodes of this attempt."""
-        self._supervision = supervision
-        self._round = round_
-        self._spec = spec_for(supervision.spec, round_)
-        self._lakehouse = supervision.lakehouse
-        self._retry = supervision.retrying(replaces=replaces)
-        request = ClaimRequest(
-            replaces=replaces,
-            options=options,
-            launched_by=supervision.request.launched_by,
-            from_memory=failure is None or not failure.lost_memory,
-        )
-        self._nonce = request.nonce
-        self._start = SupervisedStart(supervision, self._spec, round_, request, failure)
-        self.folder = Path(self._spec.checkpoint.local) / self._spec.run / f"launch-{self._nonce}"
-        self._machine = AttemptMachine(has_others=bool(round_.others))
-        self._monitor = AttemptMonitor(supervision.recorder, self._spec.launch, self._publish)
+        self.folder = part.folder
+        self._part = part
+        self._start = start
+        self._plans = supervision.plans
+        self._retry = supervision.retrying(replaces=start.request.replaces)
+        self._stops = supervision.stops
+        self._recorder = recorder
+        self._run_events = events
+        self._round = part.round
+        self._spec = part.spec
+        self._machine = AttemptMachine(has_others=bool(self.others))
+        self._monitor = AttemptMonitor(recorder, self._spec.launch, self._publish)
         self._events = EventReader(self.folder)
         self._verified = (0, -1)
         self._drains_since = 0.0
         self._ending: Ending | None = None
         """The ending that rank 0 has reported."""
         self._head_step = self._resumed_step = 0
-        self._has_point = False
-        """True once the ranks of this node have the resume point."""
 
     @property
     def step(self) -> int:
@@ -104,7 +98,7 @@ class SupervisedAttempt:
         return end
 
     def _run(self) -> Ending | Failure | Rescale:
-        own = start_local_ranks(self._spec, self.folder, self._round, self._supervision.starter)
+        own = self._part.start()
         ranks = AllRanks(own, self._round)
         try:  # the ranks import their libraries while the run is claimed
             try:
@@ -113,27 +107,26 @@ class SupervisedAttempt:
                 return self.end_before_training()
             self._resume(point)
             self._publish({"event": "attempt", "step": point.step, "pids": self._wait_for_start(ranks)})
-            with closing(LedgerWatch(self._lakehouse)) as ledger:
+            with closing(LedgerWatch(self._plans.lakehouse)) as ledger:
                 return self._watch(ranks, ledger)
         finally:
             try:
-                own.end()
-            finally:  # copies end even if the kernel keeps a rank
-                self._supervision.memory.end()
+                self._part.end(own)
+            finally:
                 self._forward_events()
-                self._supervision.recorder.end_attempt()
+                self._recorder.end_attempt()
 
     def end_before_training(self) -> Ending | Rescale:
         """Return the end of an attempt that a stop request ended before its ranks trained: other nodes resume the run."""
-        if self._supervision.leaving.is_set() and self.others:
+        if self._stops.leaving.is_set() and self.others:
             return Rescale(cause=planned_end(_leaving(), step=self.step, undone=[]))
         return "stopped"
 
     def _claim(self) -> ResumePoint:
-        point = self._start.claim(self.folder, verifying=self._report_verification)
+        point = self._start.claim(self._report_verification)
         failure = self._start.find_failure(point)
         if failure is not None:
-            self._supervision.recorder.begin(point, failure)
+            self._recorder.begin(point, failure)
         return point
 
     def _resume(self, point: ResumePoint) -> None:
@@ -142,8 +135,8 @@ class SupervisedAttempt:
         self._monitor.step = self._resumed_step = point.step
         self._head_step = point.head_step
         self.leg = leg = Leg.from_json(point.leg)
-        rows = [self._retry(self._supervision.plans.row, source.plan_id) for source in leg.sources]
-        self._supervision.publish_start(point, self._round.share, self.folder)
+        rows = [self._retry(self._plans.row, source.plan_id) for source in leg.sources]
+        self._run_events.publish_start(point, self._plans, self._round.share, self.folder)
         for message in leg.warnings(sum(row.live_rows for row in rows), self._spec.launch.world_size):
             self._publish({"event": "warning", "message": message})
         if isinstance(point, FromMemory) and point.head_damage:
@@ -155,22 +148,15 @@ class SupervisedAttempt:
                 }
             )
         self._round.announce(RESUME, json.loads(point.to_json()))
-        self._supervision.memory.begin(point, self._round)
-        self._hand_over()
-
-    def _hand_over(self) -> None:
-        """Hand the resume point to this node's ranks, once its state in memory is on this node."""
-        local = None if self._has_point else self._supervision.memory.local_point()
-        if local is not None:
-            self._has_point = True
-            write_resume_point(self.folder, local.to_json())
+        self._part.fetch(point)
+        self._part.hand_over()
 
     def _wait(self) -> None:
-        self._hand_over()
-        time.sleep(POLL_S if self._has_point else POLL_S / 10)
+        self._part.hand_over()
+        time.sleep(POLL_S if self._part.has_point else POLL_S / 10)
 
     def _report_verification(self, step: int, done: int, total: int) -> None:
-        if self._supervision.stop.is_set():
+        if self._stops.stop.is_set():
             raise _StopRequested
         if (step, done) == self._verified:
             return
@@ -180,8 +166,8 @@ class SupervisedAttempt:
     def _wait_for_start(self, ranks: AllRanks) -> list[int]:
         """Wait until this node's ranks have started and return their process ids. Pass on a stop request in between."""
         while not ranks.own.processes.is_started:
-            if ranks.stop_requested or self._supervision.stop.is_set():
-                self._supervision.stop.set()
+            if ranks.stop_requested or self._stops.stop.is_set():
+                self._stops.stop.set()
                 self._apply(Observation.STOP_REQUESTED, ranks)
             self._wait()
         return ranks.own.processes.pids
@@ -192,7 +178,7 @@ class SupervisedAttempt:
             for event in ranks.own.heal():
                 self._publish(event)
             for rejoined in ranks.own.find_rejoined():
-                self._supervision.recorder.record_rejoined(rejoined, self._nonce, self._publish)
+                self._recorder.record_rejoined(rejoined, self._start.request.nonce, self._publish)
             ledger.check()
             for observation, cause in self._observe(ranks):
                 end = self._apply(observation, ranks, cause)
@@ -203,7 +189,7 @@ class SupervisedAttempt:
     def _observe(self, ranks: AllRanks) -> Iterator[tuple[Observation, Exit | None]]:
         """Yield the present observations, with the rank to blame. An exit comes before messages that no rank can receive."""
         if ranks.stop_requested:  # another node was asked to stop the run
-            self._supervision.stop.set()
+            self._stops.stop.set()
         if ranks.own.has_notice:
             yield Observation.NOTICE_RECEIVED, None
         exited = ranks.all_exited()  # read first: a rank that dies between the two reads has failed
@@ -215,7 +201,7 @@ class SupervisedAttempt:
         if exited:
             self._read_ranks(ranks)
             yield Observation.RANKS_EXITED, None
-        if self._supervision.stop.is_set():
+        if self._stops.stop.is_set():
             yield Observation.STOP_REQUESTED, None
         if self._round.could_grow:
             yield Observation.ROOM_TO_GROW, None
@@ -236,7 +222,7 @@ class SupervisedAttempt:
         """Act on an observation. Return the end of the attempt once it has ended."""
         decision = self._machine.observe(observation)
         if decision is Decision.LEAVE:
-            self._supervision.leave()
+            self._stops.leave()
         elif decision is Decision.REQUEST_STOP:
             self._drains_since = time.monotonic()
             ranks.own.request_stop()
@@ -258,19 +244,19 @@ class SupervisedAttempt:
     def _was_terminated(self, ranks: AllRanks, failures: list[Exit]) -> bool:
         """Return True if a rank died of the signal that asked it to exit, before it could handle the signal."""
         is_draining = self._machine.state is AttemptState.DRAINING
-        requested = is_draining or self._supervision.stop.is_set() or bool(ranks.leaving_nodes)
+        requested = is_draining or self._stops.stop.is_set() or bool(ranks.leaving_nodes)
         return requested and any(failure.code == -signal.SIGTERM for failure in failures)
 
     def _conclude(self, ranks: AllRanks, ending: Ending) -> Ending | Rescale:
         """Return the end of the attempt: other nodes resume it if nodes come or go and the run was not stopped."""
-        supervision, rescales = self._supervision, self._machine.rescales
+        stops, rescales = self._stops, self._machine.rescales
         if rescales and ranks.own.has_notice:  # a termination notice arrived after the request for a checkpoint
-            supervision.leave()
+            stops.leave()
         if ending != "stopped":
             return ending
-        if supervision.leaving.is_set() and self.others:
+        if stops.leaving.is_set() and self.others:
             return self._rescale(ranks, _leaving())
-        if supervision.stop.is_set() or not (rescales or ranks.leaving_nodes):
+        if stops.stop.is_set() or not (rescales or ranks.leaving_nodes):
             return ending
         cause = "more nodes have come" if rescales else f"leaving: node {', '.join(ranks.leaving_nodes)}"
         self._publish({"event": "rescale", "cause": cause, "step": self.step})
@@ -296,7 +282,7 @@ class SupervisedAttempt:
         facts = {"cause": failure.cause, "step": failure.last_step, "phase": failure.doing, **ranks.log_end(cause.rank)}
         raised_at = {"where": failure.where, "traceback": failure.traceback} if failure.place else {}
         self._publish({"event": "failure", "rank": cause.rank, **facts, **raised_at})
-        self._supervision.recorder.end("failed again", self._publish)  # of the previous failure
+        self._recorder.end("failed again", self._publish)  # of the previous failure
         return failure
 
     def _read_ranks(self, ranks: AllRanks) -> None:
@@ -305,8 +291,8 @@ class SupervisedAttempt:
 
     def _forward_events(self) -> None:
         """Publish the events of rank 0, of written recoveries, and warnings about memory states. Note the attempt's events."""
-        self._supervision.recorder.publish_written()
-        for message in self._supervision.memory.take_warnings():
+        self._recorder.publish_written()
+        for message in self._part.memory.take_warnings():
             self._publish({"event": "warning", "message": message})
         for event in self._events.read_new():
             if event["event"] == "training":
@@ -319,7 +305,7 @@ class SupervisedAttempt:
             self._publish(event)
 
     def _publish(self, event: Event) -> None:
-        self._supervision.publish({"attempt": self.number, **event})
+        self._run_events.publish({"attempt": self.number, **event})
 
 
 def _leaving() -> str:

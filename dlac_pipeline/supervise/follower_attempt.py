@@ -1,25 +1,24 @@
 """An attempt on a node that follows: it starts its ranks, and the leader decides how the attempt ends."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 
 from dlac_pipeline.checkpoint.store import tiers_of
-from dlac_pipeline.elastic.round import LEADER, RESUME, VERDICT, Round
-from dlac_pipeline.lakehouse.ledger.commits import new_nonce
+from dlac_pipeline.elastic.round import LEADER, RESUME, VERDICT
 from dlac_pipeline.supervise.attempt_state import AttemptMachine, AttemptState, Decision, Observation
 from dlac_pipeline.supervise.distributed_verify import NodeVerifier
 from dlac_pipeline.supervise.failure import Failure, planned_end
 from dlac_pipeline.supervise.ranks.all_ranks import LEAVE, REQUESTS_REPORTS, STOP, report_of
 from dlac_pipeline.supervise.ranks.local_ranks import RankGroup
+from dlac_pipeline.supervise.ranks.node_part import NodePart
 from dlac_pipeline.supervise.ranks.rank_events import Ending, Event
-from dlac_pipeline.supervise.ranks.start_ranks import spec_for, start_local_ranks, write_resume_point
+from dlac_pipeline.supervise.recovery_recorder import BackgroundRecorder
 from dlac_pipeline.supervise.start.resume_point import ResumePoint, resume_point_of
-from dlac_pipeline.supervise.supervision import Supervision
+from dlac_pipeline.supervise.supervision import StopRequests
 
 _REPORT_EVERY_S = 0.2
 _WAIT_S = 0.25
@@ -51,15 +50,23 @@ class AttemptVerdict:
 class FollowerAttempt:
     """An attempt that another node leads. `attempt` is the last attempt of the run that this node knows of."""
 
-    def __init__(self, supervision: Supervision, round_: Round, *, attempt: int) -> None:
-        self._supervision = supervision
-        self._round = round_
-        self._spec = spec_for(supervision.spec, round_)
-        self._folder = Path(self._spec.checkpoint.local) / self._spec.run / f"launch-{new_nonce()}"
+    def __init__(
+        self,
+        part: NodePart,
+        stops: StopRequests,
+        recorder: BackgroundRecorder,
+        publish: Callable[[Event], None],
+        *,
+        attempt: int,
+    ) -> None:
+        self._part = part
+        self._stops = stops
+        self._recorder = recorder
+        self._publish_here = publish
+        self._round = part.round
+        self._spec = part.spec
         self._point: ResumePoint | None = None
-        self._has_point = False
-        """True once the ranks of this node have it."""
-        self._verifier = NodeVerifier(round_, tiers_of(self._spec).files)
+        self._verifier = NodeVerifier(part.round, tiers_of(part.spec).files)
         self._attempt = attempt
         self._machine = AttemptMachine(has_others=True)
         self._reported_at = 0.0
@@ -67,25 +74,22 @@ class FollowerAttempt:
 
     def run(self) -> AttemptVerdict:
         """Run the whole attempt. No rank of this node is left when the call returns or raises."""
-        ranks = start_local_ranks(self._spec, self._folder, self._round, self._supervision.starter)
+        ranks = self._part.start()
         try:
             while True:
                 self._report(ranks)
                 self._resume()
-                for message in self._supervision.memory.take_warnings():
+                for message in self._part.memory.take_warnings():
                     self._publish({"event": "warning", "message": message})
-                self._supervision.recorder.publish_written()
+                self._recorder.publish_written()
                 for observation in self._observe(ranks):
                     verdict = self._apply(observation, ranks)
                     if verdict is not None:
                         return verdict
-                self._round.wait(_WAIT_S if self._has_point or self._point is None else _FETCH_WAIT_S)
+                self._round.wait(_WAIT_S if self._part.has_point or self._point is None else _FETCH_WAIT_S)
         finally:
             self._verifier.close()
-            try:
-                ranks.end()
-            finally:  # copies end even if the kernel keeps a rank
-                self._supervision.memory.end()
+            self._part.end(ranks)
 
     def _observe(self, ranks: RankGroup) -> Iterator[Observation]:
         """Yield what is observed now. The leader's verdict precedes all else."""
@@ -101,7 +105,7 @@ class FollowerAttempt:
             yield Observation.LEADER_LOST
         if ranks.has_notice:
             yield Observation.NOTICE_RECEIVED
-        if self._supervision.stop.is_set():
+        if self._stops.stop.is_set():
             yield Observation.STOP_REQUESTED
         drained_s = time.monotonic() - self._drains_since
         if self._machine.state is AttemptState.DRAINING and drained_s > self._spec.launch.leave_s + _LEAVE_MARGIN_S:
@@ -111,7 +115,7 @@ class FollowerAttempt:
         """Do what an observation requires. Return the verdict once the attempt has ended on this node."""
         decision = self._machine.observe(observation)
         if decision is Decision.LEAVE:
-            self._supervision.leave()
+            self._stops.leave()
         elif decision is Decision.REQUEST_STOP:
             self._drains_since = time.monotonic()
             ranks.request_stop()
@@ -128,13 +132,12 @@ class FollowerAttempt:
             return
         self._reported_at = time.monotonic()
         answers = bool(self._round.message_of(LEADER).get(REQUESTS_REPORTS))  # before the ranks are read
-        request = LEAVE if self._supervision.leaving.is_set() else STOP
-        asked = request if self._supervision.stop.is_set() else ""
+        request = LEAVE if self._stops.leaving.is_set() else STOP
+        asked = request if self._stops.stop.is_set() else ""
         self._round.publish({**report_of(ranks, asked=asked, answers=answers), **self._verifier.message})
 
     def _resume(self) -> None:
         """Hand the resume point to this node's ranks once the leader has announced it, and its state in memory is here."""
-        memory = self._supervision.memory
         if self._point is None:
             self._verifier.poll()
             announced = self._round.announced(RESUME)
@@ -143,11 +146,8 @@ class FollowerAttempt:
             self._verifier.close()
             self._point = point = resume_point_of(announced)
             self._attempt = point.attempt
-            memory.begin(point, self._round)
-        local = None if self._has_point else memory.local_point()
-        if local is not None:
-            self._has_point = True
-            write_resume_point(self._folder, local.to_json())
+            self._part.fetch(point)
+        self._part.hand_over()
 
     def _report_lost_leader(self, ranks: RankGroup) -> AttemptVerdict:
         """Report that the leader is lost. The next leader reads the progress from the ledger."""
@@ -163,4 +163,4 @@ class FollowerAttempt:
         return AttemptVerdict(restart=failure, attempt=self._attempt)
 
     def _publish(self, event: Event) -> None:
-        self._supervision.publish({"attempt": self._attempt, **event}, leads=False)
+        self._publish_here({"attempt": self._attempt, **event})

@@ -1,26 +1,25 @@
 """Supervisor of a node's ranks: it launches an attempt, watches it, ends all its ranks when one dies, and recovers."""
 
-import threading
 import time
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 
-from dlac_pipeline.checkpoint.memory.states import check_memory
 from dlac_pipeline.elastic.membership import EndedElsewhere, Membership
 from dlac_pipeline.elastic.round import VERDICT, Round
 from dlac_pipeline.lakehouse import errors
-from dlac_pipeline.lakehouse.iceberg.connect import check_tables_may_exist
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.attempt import Rescale, SupervisedAttempt
+from dlac_pipeline.supervise.attempts import Attempts
 from dlac_pipeline.supervise.failure import Failure, planned_end
-from dlac_pipeline.supervise.follower_attempt import AttemptVerdict, FollowerAttempt
+from dlac_pipeline.supervise.follower_attempt import AttemptVerdict
 from dlac_pipeline.supervise.policies.restart import RestartPolicy
 from dlac_pipeline.supervise.ranks.listener_process import ListenerProcess
 from dlac_pipeline.supervise.ranks.rank_events import Ending, Event
 from dlac_pipeline.supervise.ranks.rank_starter import RankStarter
+from dlac_pipeline.supervise.ranks.run_events import RunEvents
 from dlac_pipeline.supervise.start.request import ResumeOptions
-from dlac_pipeline.supervise.supervision import Supervision, connect_run
+from dlac_pipeline.supervise.supervision import StopRequests, Supervision, check_request
 from dlac_pipeline.supervise.takeover import Takeover
 
 
@@ -39,7 +38,8 @@ class Outcome:
 class _Launch:
     """State of a supervisor after the catalog and the store have answered."""
 
-    supervision: Supervision
+    attempts: Attempts
+    events: RunEvents
     membership: Membership
     takeover: Takeover
     restart_policy: RestartPolicy
@@ -62,19 +62,17 @@ class Supervisor:
         self._starter = starter or RankStarter()
         self._listeners = ListenerProcess(request.spec, launched_by=request.launched_by)
         self._options = ResumeOptions(repin=request.repin)
-        self._stop = threading.Event()
-        self._leaving = threading.Event()
+        self._stops = StopRequests()
         self._failure: Failure | None = None
         self._attempts, self._step = 0, 0
 
     def stop(self) -> None:
         """Request a checkpoint and exit within the grace period. Call it from any thread, but not from a signal handler."""
-        self._stop.set()
+        self._stops.stop.set()
 
     def leave(self) -> None:
         """Ask this node to exit. The run continues without it if enough other nodes exist."""
-        self._leaving.set()
-        self._stop.set()
+        self._stops.leave()
 
     def run(self) -> Outcome:
         """Launch attempts, watch them, and recover, until the run ends.
@@ -87,38 +85,27 @@ class Supervisor:
             ScriptFailed: the script raised the same exception at the same place twice in a row.
             DlacError: a rank failed with an error that another attempt would meet again.
         """
-        spec = self._spec
-        self._request.check_here()
-        check_memory(spec)
-        with suppress(errors.CatalogUnreachable):  # which a recovery waits for below
-            # before the starter makes a folder in the home folder
-            check_tables_may_exist(spec.lakehouse, spec.own_tables)
+        check_request(self._request)
         try:
             with closing(self._starter), self._listeners:
-                self._starter.begin(spec)
+                self._starter.begin(self._spec)
                 return self._run()
         except (errors.CatalogUnreachable, errors.StoreUnavailable, errors.RunBusy):
-            if not self._stop.is_set() or self._attempts:
+            if not self._stops.stop.is_set() or self._attempts:
                 raise
             return self._outcome("stopped")  # the stop came while it waited for the catalog, the store or the lock
 
     def _run(self) -> Outcome:
-        lakehouse, ledger = connect_run(self._request, self._stop)
-        supervision = Supervision(
-            request=self._request,
-            lakehouse=lakehouse,
-            starter=self._starter,
-            on_event=self._on_event,
-            listeners=self._listeners,
-            ledger_uuid=ledger,
-            stop=self._stop,
-            leaving=self._leaving,
-            launched_at=self._launched_at,
-        )
-        memory, recorder, policy = supervision.memory, supervision.recorder, RestartPolicy(supervision)
-        membership = Membership.of_job(self._spec, ledger=ledger, serve_memory=memory.serve)
-        with closing(memory), closing(recorder), closing(membership), closing(Takeover(supervision)) as takeover:
-            launch = _Launch(supervision=supervision, membership=membership, takeover=takeover, restart_policy=policy)
+        supervision = Supervision.connect(self._request, self._stops, self._launched_at)
+        spec, ledger = self._spec, supervision.ledger_uuid
+        events = RunEvents(spec.run, self._on_event, self._listeners, ledger=ledger)
+        attempts = Attempts(supervision, self._starter, events)
+        policy = RestartPolicy(spec, supervision.plans, self._stops, attempts.recorder, events.publish)
+        membership = Membership.of_job(spec, ledger=ledger, serve_memory=attempts.memory.serve)
+        with closing(attempts), closing(membership), closing(Takeover(supervision)) as takeover:
+            launch = _Launch(
+                attempts=attempts, events=events, membership=membership, takeover=takeover, restart_policy=policy
+            )
             while True:
                 try:
                     round_ = self._next_round(launch)
@@ -130,7 +117,7 @@ class Supervisor:
                     return self._outcome("stopped")
                 with closing(round_):
                     verdict = self._lead(launch, round_) if round_.leads else self._follow(launch, round_)
-                    if verdict.restart is None or self._stop.is_set():
+                    if verdict.restart is None or self._stops.stop.is_set():
                         round_.part()
                         return self._conclude(verdict)
                     if round_.cut_off:
@@ -150,11 +137,10 @@ class Supervisor:
         """Return the round of the next attempt, or None if a stop was requested. Raises as `Membership.next_round`."""
         takeover = launch.takeover
         try:
-            return launch.membership.next_round(takeover.replaces or 0, self._stop, takeover.check_unfinished)
+            return launch.membership.next_round(takeover.replaces or 0, self._stops.stop, takeover.check_unfinished)
         except errors.NodesMissing:
             if self._failure is not None and takeover.replaces is not None and takeover.holds_lock:
-                supervision = launch.supervision
-                supervision.recorder.give_up(self._failure, takeover.replaces, supervision.publish)
+                launch.attempts.recorder.give_up(self._failure, takeover.replaces, launch.events.publish)
             raise
 
     def _lead(self, launch: _Launch, round_: Round) -> AttemptVerdict:
@@ -170,7 +156,7 @@ class Supervisor:
                 error, verdict = err, AttemptVerdict(error=(errors.error_kind(err), str(err)), step=self._step)
         self._step = verdict.step
         self._forget_memory(launch, verdict)
-        if verdict.restart is None and not self._leaving.is_set():
+        if verdict.restart is None and not self._stops.leaving.is_set():
             # before this node exits, because it may serve the rendezvous
             launch.membership.end_run(asdict(verdict))
         round_.announce(VERDICT, asdict(verdict))
@@ -184,14 +170,14 @@ class Supervisor:
         """Remove this node's states in memory if a loss of them ended the attempt. No rank of the node is left."""
         kinds = {verdict.error[0] if verdict.error else "", verdict.restart.kind if verdict.restart else ""}
         if kinds & {errors.LossNotFinite.__name__, errors.LossSpiked.__name__}:
-            launch.supervision.memory.forget()
+            launch.attempts.memory.forget()
 
     def _follow(self, launch: _Launch, round_: Round) -> AttemptVerdict:
         """Run an attempt that another node leads. Return the leader's verdict."""
         takeover = launch.takeover
         takeover.follow()
         self._attempts += 1
-        verdict = FollowerAttempt(launch.supervision, round_, attempt=takeover.replaces or 0).run()
+        verdict = launch.attempts.follow(round_, takeover.replaces or 0).run()
         self._forget_memory(launch, verdict)
         takeover.replaces = verdict.attempt or takeover.replaces
         self._failure, self._step = verdict.restart, verdict.step
@@ -207,9 +193,7 @@ class Supervisor:
             return self._finished_before(takeover, err)
         options = replace(self._options, plans=takeover.plans)
         while True:
-            attempt = SupervisedAttempt(
-                launch.supervision, round_, options=options, replaces=takeover.replaces, failure=self._failure
-            )
+            attempt = launch.attempts.lead(round_, options, replaces=takeover.replaces, failure=self._failure)
             self._attempts += 1
             try:
                 return self._run_attempt(launch, attempt)
@@ -225,7 +209,7 @@ class Supervisor:
         except errors.RunFinished as err:
             return self._finished_before(launch.takeover, err)
         except (errors.CatalogUnreachable, errors.CommitOutcomeUnknown):
-            if attempt.number or not self._stop.is_set():
+            if attempt.number or not self._stops.stop.is_set():
                 raise
             end = attempt.end_before_training()  # the stop came while it waited
         if isinstance(end, str):

@@ -89,7 +89,7 @@ class Takeover:
         if self.replaces is None and not self._has_followed:
             rows = partial(self._retry, self._supervision.ledger.rows, spec.run, kinds=HEAD_KINDS)
             refuse_if_alive_elsewhere(
-                rows, spec, launched_by=request.launched_by, wait_s=request.wait_s, stop=self._supervision.stop
+                rows, spec, launched_by=request.launched_by, wait_s=request.wait_s, stop=self._supervision.stops.stop
             )
         lock = run_lock(
             spec.checkpoint.local,
@@ -97,7 +97,7 @@ class Takeover:
             wait_s=request.wait_s,
             takeover=request.takeover or self._has_followed,
             may_replace=self._choose_target,
-            stop=self._supervision.stop,
+            stop=self._supervision.stops.stop,
         )
         self._lock.enter_context(lock)
         self.holds_lock = True

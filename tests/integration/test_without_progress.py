@@ -12,11 +12,14 @@ from dlac_pipeline.elastic.round import Round
 from dlac_pipeline.lakehouse.errors import MemoryStateLost, NoProgress
 from dlac_pipeline.lakehouse.ledger.commits import claim
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.attempt import SupervisedAttempt
+from dlac_pipeline.supervise.attempts import Attempts
 from dlac_pipeline.supervise.failure import planned_end
 from dlac_pipeline.supervise.policies.restart import RestartPolicy
 from dlac_pipeline.supervise.ranks.rank_starter import RankStarter
+from dlac_pipeline.supervise.ranks.run_events import RunEvents
 from dlac_pipeline.supervise.start.request import ResumeOptions
 from dlac_pipeline.supervise.supervision import Supervision
 
@@ -24,26 +27,25 @@ if TYPE_CHECKING:
     from tests.conftest import Arena
 
 
-def attempts(arena: Arena, count: int) -> tuple[RestartPolicy, list[SupervisedAttempt]]:
+def failed_attempts(arena: Arena, count: int) -> tuple[RestartPolicy, list[SupervisedAttempt]]:
     """Claim attempts of a run that may have two in a row without a commit. Return its restart policy and the attempts."""
-    supervision = Supervision(
-        request=Request(spec=arena.spec("r", attempts_without_progress=2)),
-        lakehouse=arena.lakehouse,
-        starter=RankStarter(),
-        on_event=lambda event: None,
-    )
+    request, starter = Request(spec=arena.spec("r", attempts_without_progress=2)), RankStarter()
+    supervision = Supervision(request=request, plans=Plans(arena.lakehouse))
+    events = RunEvents("r", lambda event: None)
+    attempts = Attempts(supervision, starter, events)
     made = []
     for number in range(1, count + 1):
         claim(Ledger(arena.lakehouse), "r", nonce=f"n{number}", replaces=number - 1, detail={})
-        crew = Round(Share(world_size=1, ranks=1, port=1))
-        made.append(SupervisedAttempt(supervision, crew, options=ResumeOptions(), replaces=None, failure=None))
+        alone = Round(Share(world_size=1, ranks=1, port=1))
+        made.append(attempts.lead(alone, ResumeOptions(), replaces=None, failure=None))
         made[-1].number = number
-    return RestartPolicy(supervision), made
+    policy = RestartPolicy(supervision.spec, supervision.plans, supervision.stops, attempts.recorder, events.publish)
+    return policy, made
 
 
 def test_planned_end_without_commit_is_no_progress(arena: Arena) -> None:
     """Machines that come and go do not hide that nothing gets done."""
-    policy, (first, on_purpose, last) = attempts(arena, 3)
+    policy, (first, on_purpose, last) = failed_attempts(arena, 3)
     assert policy.plan_restart(first, planned_end("it died", step=1)) == ()
     policy.note_rescale(on_purpose)
     with pytest.raises(NoProgress, match="committed nothing"):
@@ -52,7 +54,7 @@ def test_planned_end_without_commit_is_no_progress(arena: Arena) -> None:
 
 def test_planned_end_after_commit_is_progress(arena: Arena) -> None:
     """The failures before it count no more."""
-    policy, (first, on_purpose, last) = attempts(arena, 3)
+    policy, (first, on_purpose, last) = failed_attempts(arena, 3)
     policy.plan_restart(first, planned_end("it died", step=1))
     on_purpose.committed = True
     policy.note_rescale(on_purpose)
@@ -61,7 +63,7 @@ def test_planned_end_after_commit_is_progress(arena: Arena) -> None:
 
 def test_lost_memory_is_no_failed_attempt(arena: Arena) -> None:
     """The attempt after it reads a checkpoint, and counts as the one without progress."""
-    policy, (first, lost, last) = attempts(arena, 3)
+    policy, (first, lost, last) = failed_attempts(arena, 3)
     policy.plan_restart(first, planned_end("it died", step=1))
     assert policy.plan_restart(lost, replace(planned_end("lost", step=1), kind=MemoryStateLost.__name__)) == ()
     assert (policy._fruitless, policy._failed) == (1, 1)

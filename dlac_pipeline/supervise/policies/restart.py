@@ -1,20 +1,25 @@
 """Restart policy after a failed attempt: another attempt, the rows that it leaves out, or the end of the run."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import NoReturn
 
 from dlac_pipeline.lakehouse import errors
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS
 from dlac_pipeline.lakehouse.retrying import retrying
 from dlac_pipeline.plan.legs.leg import Leg, Unreadable
+from dlac_pipeline.plan.plan import Plans
+from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.attempt import SupervisedAttempt
 from dlac_pipeline.supervise.claims import attempts_without_progress
 from dlac_pipeline.supervise.failure import STUCK, Failure
 from dlac_pipeline.supervise.policies.poison_rows import CrashLoop, damaged_row_group, rows_in_hand, unreadable_rows
+from dlac_pipeline.supervise.ranks.rank_events import Event
+from dlac_pipeline.supervise.recovery_recorder import RecoveryRecorder
 from dlac_pipeline.supervise.retry_policy import RETRY_WITHIN_S
-from dlac_pipeline.supervise.supervision import Supervision
+from dlac_pipeline.supervise.supervision import StopRequests
 
 _GIVEN_UP = (errors.LossNotFinite, errors.LossSpiked)
 _TERMINAL = (errors.BadInput, errors.LedgerError, errors.CheckpointError, errors.Preempted, *_GIVEN_UP)
@@ -24,12 +29,22 @@ _TERMINAL = (errors.BadInput, errors.LedgerError, errors.CheckpointError, errors
 class RestartPolicy:
     """Restart policy of one supervisor, from the attempts that it has seen."""
 
-    def __init__(self, supervision: Supervision) -> None:
-        self._supervision = supervision
-        self._spec = supervision.spec
-        self._lakehouse = supervision.lakehouse
+    def __init__(
+        self,
+        spec: JobSpec,
+        plans: Plans,
+        stops: StopRequests,
+        recorder: RecoveryRecorder,
+        publish: Callable[[Event], None],
+    ) -> None:
+        self._spec = spec
+        self._plans = plans
+        self._ledger = Ledger(plans.lakehouse)
+        self._stops = stops
+        self._recorder = recorder
+        self._publish = publish
         outages = (errors.CatalogUnreachable, errors.StoreUnavailable)
-        self._retry = retrying(RETRY_WITHIN_S, of=outages, stop=supervision.stop)
+        self._retry = retrying(RETRY_WITHIN_S, of=outages, stop=stops.stop)
         self._fruitless = self._failed = 0
         self.spike_step = 0
         """Step of the last loss spike for which rows were left out. Spikes up to it are trained through."""
@@ -42,7 +57,7 @@ class RestartPolicy:
 
     def follow_others(self) -> None:
         """Count the attempts without progress in the ledger, because other nodes have led since the last count."""
-        rows = self._retry(self._supervision.ledger.rows, self._spec.run, kinds=HEAD_KINDS)
+        rows = self._retry(self._ledger.rows, self._spec.run, kinds=HEAD_KINDS)
         self._fruitless = attempts_without_progress(rows)
 
     def plan_restart(self, attempt: SupervisedAttempt, failure: Failure) -> Sequence[Unreadable]:
@@ -61,8 +76,8 @@ class RestartPolicy:
         self._fruitless = 0 if attempt.committed else self._fruitless + 1
         spiked = failure.kind == errors.LossSpiked.__name__ and "samples" in failure.detail
         if not spiked and failure.kind in {each.__name__ for each in _GIVEN_UP}:
-            self._supervision.recorder.give_up(failure, attempt.number, self._supervision.publish)
-        if not (attempt.others and (failure.kind == errors.Preempted.__name__ or self._supervision.leaving.is_set())):
+            self._recorder.give_up(failure, attempt.number, self._publish)
+        if not (attempt.others and (failure.kind == errors.Preempted.__name__ or self._stops.leaving.is_set())):
             self._raise_if_final(failure)
         if failure.lacked_memory and not attempt.committed:
             expected = f"expected memory for the script of run {self._spec.run!r}"
@@ -82,7 +97,7 @@ class RestartPolicy:
             self._fruitless = 0
         limit = self._spec.launch.attempts_without_progress
         if self._fruitless >= limit:  # the event of a commit may be lost
-            rows = retry(self._supervision.ledger.rows, self._spec.run, kinds=HEAD_KINDS)
+            rows = retry(self._ledger.rows, self._spec.run, kinds=HEAD_KINDS)
             self._fruitless = min(self._fruitless, attempts_without_progress(rows))
         if self._fruitless >= limit and not (
             self._crash_loop.undecided and self._crash_loop.in_a_row >= self._fruitless
@@ -113,7 +128,7 @@ class RestartPolicy:
         self, failure: Failure, attempt: int, error: type[errors.TrainingFailed], found: str, *, last: str = ""
     ) -> NoReturn:
         """Record that the run is given up, and raise the error."""
-        self._supervision.recorder.give_up(failure, attempt, self._supervision.publish)
+        self._recorder.give_up(failure, attempt, self._publish)
         rank = "" if failure.rank < 0 else f" --rank {failure.rank}"
         logs = f"its output: `dlac logs {self._spec.run} --attempt {attempt}{rank}`"
         raise error(f"{found}, then train again; {logs}; {last}{failure.describe()}")
@@ -123,7 +138,7 @@ class RestartPolicy:
         kind = errors.error_class(failure.kind)
         if kind is not None and issubclass(kind, _TERMINAL) and "samples" not in failure.detail:
             raise kind(failure.message)
-        if self._supervision.stop.is_set():
+        if self._stops.stop.is_set():
             stuck = "the ranks were asked to leave and did not"
             what = stuck if failure.kind == STUCK else "an attempt that was to end failed"
             raise errors.TrainingFailed(
@@ -135,20 +150,20 @@ class RestartPolicy:
         if leg is None or "row_group" not in failure.detail:
             return ()
         path, row_group = failure.detail["path"], failure.detail["row_group"]
-        found = damaged_row_group(self._supervision.plans, self._spec, leg, path, row_group)
+        found = damaged_row_group(self._plans, self._spec, leg, path, row_group)
         if found is None:
             return ()
         unreadable, policy = found
         if policy == "fail":
             raise errors.DataFileUnreadable(failure.message)
-        self._supervision.publish({"event": "quarantine", **asdict(unreadable)})
+        self._publish({"event": "quarantine", **asdict(unreadable)})
         return (unreadable,)
 
     def _spiked(self, failure: Failure, leg: Leg | None) -> Sequence[Unreadable]:
         """Return the rows to blame for a loss spike, by the samples that the ranks named."""
         from dlac_pipeline.supervise.steps.step_rows import StepRows  # it imports DuckDB, which costs each launch time
 
-        steps = StepRows(self._lakehouse, self._spec.run, spec=self._spec)
+        steps = StepRows(self._plans.lakehouse, self._spec.run, spec=self._spec)
         found = defaultdict[tuple[str, int], set[int]](set)
         self.spike_step = failure.detail["step"]
         rows = steps.of_found(steps.steps.find_trained(self.spike_step))
@@ -160,13 +175,13 @@ class RestartPolicy:
 
     def _left_out(self, rows: Sequence[Unreadable], step: int, reason: str) -> Sequence[Unreadable]:
         counts = {"row_groups": len(rows), "rows": sum(len(each.positions) for each in rows)}
-        self._supervision.publish({"event": "quarantine", "step": step, **counts, "reason": reason, "tentative": True})
+        self._publish({"event": "quarantine", "step": step, **counts, "reason": reason, "tentative": True})
         return rows
 
     def _quarantined(self, attempt: SupervisedAttempt, failure: Failure) -> Sequence[Unreadable]:
         """Return the rows that the last attempts had in hand when they died."""
         assert attempt.leg is not None, "it has trained"
-        step, times, plans = failure.in_hand, self._spec.launch.deaths_at_same_rows, self._supervision.plans
+        step, times, plans = failure.in_hand, self._spec.launch.deaths_at_same_rows, self._plans
         count = min(times, 2) if failure.script_raised else times
         reason = (
             f"{count} attempts in a row died in step {step} with these rows in hand; the last one: {failure.summary}"

@@ -2,13 +2,11 @@
 
 import time
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
-from dlac_pipeline.elastic.round import Round
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow
-from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.distributed_verify import NodeVerifiers
 from dlac_pipeline.supervise.failure import Failure, failure_of_attempt
+from dlac_pipeline.supervise.ranks.node_part import NodePart
 from dlac_pipeline.supervise.start.request import ClaimRequest
 from dlac_pipeline.supervise.start.resume_point import ResumePoint
 from dlac_pipeline.supervise.start.start_attempt import Verifying, start_attempt
@@ -20,31 +18,30 @@ class SupervisedStart:
     """Start of the attempt that a supervisor leads."""
 
     supervision: Supervision
-    spec: JobSpec
-    round_: Round
+    part: NodePart
     request: ClaimRequest
     failure: Failure | None
     """The failure that the attempt recovers from, if this supervisor has seen it."""
     began_at: float = field(default_factory=time.time)
 
-    def claim(self, folder: Path, *, verifying: Verifying) -> ResumePoint:
+    def claim(self, verifying: Verifying) -> ResumePoint:
         """Return the resume point, with the nodes that have parts of its state in memory. Raises as `start_attempt`."""
-        supervision, request = self.supervision, self.request
+        supervision, part, request = self.supervision, self.part, self.request
         retry = supervision.retrying(replaces=request.replaces)
         if request.replaces is None:
             # Fixed before the first try, so that a launch that claims between two tries is not fenced off.
-            current = retry(supervision.ledger.state, self.spec.run).fence.attempt
+            current = retry(supervision.ledger.state, part.spec.run).fence.attempt
             request = replace(request, current=current)
-        found = supervision.memory.find(self.round_)
+        found = part.memory.find(part.round)
         point: ResumePoint = retry(
             start_attempt,
             supervision.plans,
-            self.spec,
-            replace(request, launch_folder=str(folder), find_states=found.read),
+            part.spec,
+            replace(request, launch_folder=str(part.folder), find_states=found.read),
             verifying=verifying,
-            verify=NodeVerifiers(self.round_, least_bytes=self.spec.launch.verify_together_mb * 2**20).verify,
-            stop=supervision.stop,
-            on_claim=supervision.starter.import_agent,
+            verify=NodeVerifiers(part.round, least_bytes=part.spec.launch.verify_together_mb * 2**20).verify,
+            stop=supervision.stops.stop,
+            on_claim=part.starter.import_agent,
         )
         return found.with_sources(point)
 
@@ -55,7 +52,7 @@ class SupervisedStart:
             return self.failure
         retry = supervision.retrying(replaces=self.request.replaces)
         return failure_of_attempt(
-            retry(supervision.ledger.rows, self.spec.run, kinds=(ClaimRow, CheckpointRow)),
+            retry(supervision.ledger.rows, self.part.spec.run, kinds=(ClaimRow, CheckpointRow)),
             point.replaces,
             noticed_by=supervision.request.noticed_by,
             noticed_at=supervision.noticed_at,

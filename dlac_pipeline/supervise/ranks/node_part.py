@@ -1,0 +1,47 @@
+"""Part of one node in an attempt: its ranks, and the resume point that they wait for."""
+
+from pathlib import Path
+
+from dlac_pipeline.elastic.round import Round
+from dlac_pipeline.spec.job_spec import JobSpec
+from dlac_pipeline.supervise.memory.node_memory import NodeMemory
+from dlac_pipeline.supervise.ranks.local_ranks import RankGroup
+from dlac_pipeline.supervise.ranks.rank_starter import RankStarter
+from dlac_pipeline.supervise.ranks.start_ranks import spec_for, start_local_ranks, write_resume_point
+from dlac_pipeline.supervise.start.resume_point import ResumePoint
+
+
+class NodePart:
+    """Part of this node in one attempt, whichever node leads."""
+
+    def __init__(self, spec: JobSpec, round_: Round, nonce: str, *, starter: RankStarter, memory: NodeMemory) -> None:
+        """`nonce` names the launch folder."""
+        self.spec = spec_for(spec, round_)
+        self.round = round_
+        self.folder = Path(self.spec.checkpoint.local) / self.spec.run / f"launch-{nonce}"
+        self.starter = starter
+        self.memory = memory
+        self.has_point = False
+        """True once the ranks of this node have the resume point."""
+
+    def start(self) -> RankGroup:
+        """Start this node's ranks. Raises as `start_local_ranks`."""
+        return start_local_ranks(self.spec, self.folder, self.round, self.starter)
+
+    def fetch(self, point: ResumePoint) -> None:
+        """Begin to fetch the state of a resume point, if it is in memory."""
+        self.memory.begin(point, self.round)
+
+    def hand_over(self) -> None:
+        """Hand the resume point to this node's ranks, once its state in memory is on this node."""
+        local = None if self.has_point else self.memory.local_point()
+        if local is not None:
+            self.has_point = True
+            write_resume_point(self.folder, local.to_json())
+
+    def end(self, ranks: RankGroup) -> None:
+        """End the ranks, and the copies of states in memory. Copies end even if the kernel keeps a rank."""
+        try:
+            ranks.end()
+        finally:
+            self.memory.end()
