@@ -15,7 +15,7 @@ from dlac_pipeline.lakehouse.errors import DlacError, EmptyPlan, SpecInvalid
 from dlac_pipeline.lakehouse.filters.grammar import filter_names
 from dlac_pipeline.lakehouse.history.changes import OnOverwrite, changes
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
-from dlac_pipeline.lakehouse.iceberg.row_groups import parse_exclusion, row_groups_of
+from dlac_pipeline.lakehouse.iceberg.row_groups import FilesToRead, parse_exclusion, row_groups_of
 from dlac_pipeline.lakehouse.iceberg.snapshots import snapshot_of
 from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, lineage_of, restorable_rows
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, Exclusion, LedgerRow
@@ -165,7 +165,7 @@ def excluded_places(
     query = "SELECT DISTINCT file_path FROM units WHERE list_contains($1, plan_id)"
     paths = {path for (path,) in connection.execute(query, [plans["plan_ids"]]).fetchall()}
     schema, parts = table.schemas()[plans["schema_id"]], [NO_PLACES]
-    groups = row_groups_of(table, plans["snapshot_id"], "", schema=schema, only=paths, exclude=where)
+    groups = row_groups_of(table, plans["snapshot_id"], "", schema=schema, reads=FilesToRead(only=paths), exclude=where)
     for group, plan_id in product(groups, plans["plan_ids"]):
         names = [pa.repeat(each, len(group.dead)) for each in (plan_id, group.file_path)]
         parts.append(pa.table([*names, group.first_row + group.dead], schema=NO_PLACES.schema))

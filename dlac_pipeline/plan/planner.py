@@ -19,7 +19,7 @@ from dlac_pipeline.lakehouse.filters.grammar import parse_filter
 from dlac_pipeline.lakehouse.history.row_matching import identity_keys
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.iceberg.pins import hold
-from dlac_pipeline.lakehouse.iceberg.row_groups import RowGroup, row_groups_of
+from dlac_pipeline.lakehouse.iceberg.row_groups import FilesToRead, RowGroup, row_groups_of
 from dlac_pipeline.lakehouse.iceberg.snapshots import schema_id_of, snapshot_of
 from dlac_pipeline.lakehouse.iceberg.sources import load_version
 from dlac_pipeline.lakehouse.ledger.plans import WORK_UNITS_ARROW, PlanRow, find_plan, read_units, write_plan
@@ -42,7 +42,7 @@ def make_plan(
     *,
     only: Collection[str] | None = None,
     dead: Mapping[str, Ints] | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
     write: bool = True,
     without_nulls: Sequence[str] = (),
 ) -> Plan:
@@ -68,8 +68,7 @@ def make_plan(
         snapshot.snapshot_id,
         source.planned_filter,
         schema=schema,
-        progress=progress,
-        only=only,
+        reads=FilesToRead(only=only, progress=progress),
         exclude=source.exclude,
         without_nulls=without_nulls,
     )

@@ -31,7 +31,7 @@ from dlac_pipeline.lakehouse.errors import NoSuchColumn, SpecInvalid
 from dlac_pipeline.lakehouse.filters.grammar import parse_filter
 from dlac_pipeline.lakehouse.iceberg.columns import FileColumns
 from dlac_pipeline.lakehouse.iceberg.data_files import live_files
-from dlac_pipeline.lakehouse.iceberg.row_groups import row_groups_of
+from dlac_pipeline.lakehouse.iceberg.row_groups import FilesToRead, row_groups_of
 from tests.iceberg_schemas import arrow_fields, optional_fields
 from tests.integration.iceberg_oracle import live_positions
 from tests.integration.iceberg_writer import HandTable
@@ -239,8 +239,7 @@ def test_only_the_chosen_files_are_planned(tmp_path: Path) -> None:
         hand.table,
         hand.snapshot_id,
         "",
-        only=later,
-        progress=lambda done, total: seen.append((done, total)),
+        reads=FilesToRead(only=later, progress=lambda done, total: seen.append((done, total))),
     )
     assert [Path(one.file_path).name[:3] for one in groups] == ["001", "002"]
     assert seen == [(1, 2), (2, 2)]

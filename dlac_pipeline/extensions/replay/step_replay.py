@@ -23,7 +23,7 @@ from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.claims import spec_of_attempt
 from dlac_pipeline.supervise.start.resume_point import FreshStart, FromCheckpoint, ResumePoint
-from dlac_pipeline.supervise.start.start_attempt import checkpoint_facts
+from dlac_pipeline.supervise.start.resume_points import checkpoint_facts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

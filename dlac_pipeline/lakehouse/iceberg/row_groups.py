@@ -41,6 +41,16 @@ class RowGroup:
     dead: npt.NDArray[np.int64]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FilesToRead:
+    """Data files of a snapshot, by default all of them."""
+
+    only: Collection[str] | None = None
+    """Paths of the files."""
+    progress: Callable[[int, int], None] = lambda done, total: None
+    """Called after each file, with the number of files that are read, and the number of all."""
+
+
 def parse_exclusion(text: str, schema: Schema, table: Table) -> tuple[Schema, Condition]:
     """Return the condition in `text`, and the columns that it uses under their names in the text.
 
@@ -71,17 +81,15 @@ def row_groups_of(
     row_filter: str,
     *,
     schema: Schema | None = None,
-    progress: Callable[[int, int], None] | None = None,
-    only: Collection[str] | None = None,
+    reads: FilesToRead = FilesToRead(),
     exclude: Sequence[str] = (),
     without_nulls: Sequence[str] = (),
 ) -> list[RowGroup]:
     """Return all row groups of a snapshot but for files that the filter excludes whole, sorted by file path and row group.
 
     A row is dead if a delete names it, if the filter is not true for it, or if one of `exclude` is. Exclusions do not change
-    the list of row groups, and may name columns as another schema of the table does (see `parse_exclusion`). `only` names
-    the files to read. `schema` names the columns, by default the snapshot's own. `without_nulls` names columns in which a
-    row that is read may not be null.
+    the list of row groups, and may name columns as another schema of the table does (see `parse_exclusion`). `schema` names
+    the columns, by default the snapshot's own. `without_nulls` names columns in which a row that is read may not be null.
 
     Raises `NoSuchSnapshot`, `SpecInvalid` or `NoSuchColumn` for a request that does not fit the table, `DataFileUnreadable`,
     and `UnsupportedDeletes` or `UnsupportedColumn` for data that cannot be read exactly, or with a null that is surely read.
@@ -89,7 +97,7 @@ def row_groups_of(
     schema = schema or snapshot_schema(table, snapshot_id)
     wanted = parse_filter(row_filter, schema)
     files = live_files(table, snapshot_id, wanted, schema=schema)
-    files = [file for file in files if only is None or file.path in only]
+    files = [file for file in files if reads.only is None or file.path in reads.only]
     parsed = [parse_exclusion(text, schema, table) for text in exclude]
     own = combine(False, [condition for names, condition in parsed if names is schema])  # all of them as one condition
     excluded = [(schema, own), *(each for each in parsed if each[0] is not schema)]
@@ -98,8 +106,7 @@ def row_groups_of(
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="footer") as pool:
         for done, found in enumerate(pool.map(planner.row_groups, files), start=1):
             groups.extend(found)
-            if progress is not None:
-                progress(done, len(files))
+            reads.progress(done, len(files))
     return groups
 
 

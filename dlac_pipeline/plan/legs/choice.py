@@ -10,7 +10,7 @@ from pyiceberg.types import IntegerType, ListType, LongType, StringType
 
 from dlac_pipeline.lakehouse.errors import NoSuchColumn, ResumeMismatch, SpecInvalid, UnsupportedColumn
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
-from dlac_pipeline.lakehouse.iceberg.snapshots import snapshot_of
+from dlac_pipeline.lakehouse.iceberg.snapshots import check_same_table, snapshot_of
 from dlac_pipeline.lakehouse.iceberg.sources import load_version
 from dlac_pipeline.plan.legs.leg import ORDER_SETTINGS, Leg, LegSequences, LegSource
 from dlac_pipeline.plan.plan import Plan
@@ -130,6 +130,12 @@ def check_sources(spec: JobSpec, leg: Leg) -> None:
             f"expected {len(leg.sources)} sources, as leg {leg.index} of run {spec.run!r} binds, found {len(spec.sources)} in "
             "the job spec: name the one that the run was trained with, or begin another run (`dlac fork` keeps the history)"
         )
+
+
+def check_same_tables(leg: Leg, table_uuids: Mapping[str, str]) -> None:
+    """Raise `TableReplaced` if a table of the leg was dropped and created again. `table_uuids` lacks tables that are gone."""
+    for mine in leg.sources:
+        check_same_table(mine.table, planned_uuid=mine.table_uuid, uuid=table_uuids.get(mine.table, mine.table_uuid))
 
 
 def requested_leg(spec: JobSpec, leg: Leg, table_uuids: Mapping[str, str]) -> Leg:

@@ -12,7 +12,7 @@ import numpy as np
 from dlac_pipeline.lakehouse.errors import EmptyPlan, ResumeMismatch
 from dlac_pipeline.lakehouse.history.changes import History, changes
 from dlac_pipeline.lakehouse.iceberg.pins import hold
-from dlac_pipeline.lakehouse.iceberg.row_groups import row_groups_of
+from dlac_pipeline.lakehouse.iceberg.row_groups import FilesToRead, row_groups_of
 from dlac_pipeline.lakehouse.iceberg.snapshots import schema_id_of, snapshot_of
 from dlac_pipeline.lakehouse.iceberg.sources import load_version
 from dlac_pipeline.plan.cut import CutSettings
@@ -239,7 +239,7 @@ class _SourceTransition:
             plan.row.snapshot_id,
             plan.row.row_filter,
             schema=self._table.schemas()[plan.row.schema_id],
-            only=set(plan.units.file_paths),
+            reads=FilesToRead(only=set(plan.units.file_paths)),
             exclude=self._wanted.exclude,
         )
         dead = {(group.file_path, group.row_group): group.dead for group in groups}

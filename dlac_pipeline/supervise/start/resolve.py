@@ -8,12 +8,11 @@ from dlac_pipeline.checkpoint.manifest import Manifest
 from dlac_pipeline.checkpoint.restore.verified_copy import manifest_of
 from dlac_pipeline.checkpoint.store import tiers_of
 from dlac_pipeline.lakehouse import errors
-from dlac_pipeline.lakehouse.iceberg.snapshots import check_same_table
 from dlac_pipeline.lakehouse.ledger import typed_rows
 from dlac_pipeline.lakehouse.ledger.branches import exclusions_in_force, starts_over
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, way_out
-from dlac_pipeline.plan.legs.choice import check_sources, first_leg, plan_sources, requested_leg
+from dlac_pipeline.plan.legs.choice import check_same_tables, check_sources, first_leg, plan_sources, requested_leg
 from dlac_pipeline.plan.legs.committed_leg import first_leg_of, leg_of
 from dlac_pipeline.plan.legs.follow import LegRequest, leaving_out, next_leg
 from dlac_pipeline.plan.legs.leg import Leg
@@ -124,8 +123,7 @@ class Resolver:
         """
         check_sources(self._spec, leg)
         uuids = self._table_uuids(leg)
-        for mine in leg.sources:
-            check_same_table(mine.table, planned_uuid=mine.table_uuid, uuid=uuids.get(mine.table, mine.table_uuid))
+        check_same_tables(leg, uuids)
         excluded = exclusions_in_force(rows)
         requested = requested_leg(excluding(self._spec, excluded), leg, uuids)
         if self._options.plans:
