@@ -6,7 +6,6 @@ checkpoint is unknown. The data order starts from the beginning, as the job spec
 
 import errno
 import os
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,9 +13,7 @@ from pathlib import Path
 
 from dlac_pipeline.checkpoint.engines.engine import Foreign
 from dlac_pipeline.checkpoint.manifest import FileEntry, Manifest, check_inside, read_manifest, verify_file
-from dlac_pipeline.checkpoint.restore.foreign import checkpoint_of_header
-from dlac_pipeline.checkpoint.stage.copies import Direct
-from dlac_pipeline.checkpoint.stage.durable_writer import DurableWriter
+from dlac_pipeline.checkpoint.restore.foreign import checkpoint_of_header, copy_foreign
 from dlac_pipeline.checkpoint.store import Tiers, folder_uri, tiers_of
 from dlac_pipeline.lakehouse import durable_io, errors, store_files
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
@@ -193,7 +190,7 @@ def adopt_checkpoint(lakehouse: Lakehouse, spec: JobSpec, foreign: Foreign) -> s
         beginning = Beginning(
             engine=foreign.engine,
             world_size=foreign.world_size,
-            make=lambda name, folder: _copy_foreign(foreign, tiers, name, folder),
+            make=lambda name, folder: copy_foreign(foreign, tiers, name, folder),
             purpose={"purpose": "adopts", "origin": str(foreign.origin)},
             note={"adopted": str(foreign.origin)},
             rows=parents,
@@ -218,14 +215,3 @@ def _parents_of(ledger: Ledger, foreign: Foreign) -> list[ForkRow]:
             "the files of one of them"
         )
     return [ForkRow(parent_run=row.run, parent_checkpoint=name, parent_step=row.step) for name, row in found.items()]
-
-
-def _copy_foreign(foreign: Foreign, tiers: Tiers, name: str, folder: Path) -> list[FileEntry]:
-    writer = DurableWriter(tiers, name)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            foreign.copy(folder, Direct(writer.save).write)
-            return writer.finish()
-    finally:
-        writer.close()

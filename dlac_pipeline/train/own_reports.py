@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from dlac_pipeline.elastic.ranks.this_process import this_process
+from dlac_pipeline.elastic.ranks.this_process import this_process, was_restarted
 from dlac_pipeline.lakehouse.errors import DlacError
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
@@ -27,8 +27,6 @@ from dlac_pipeline.supervise.recovery_recorder import RecoveryRecorder
 from dlac_pipeline.supervise.start.resume_point import ResumePoint
 
 _log = logging.getLogger(__name__)
-_RESTARTS = "TORCHELASTIC_RESTART_COUNT"
-"""A variable of torchrun: how many times it has started the ranks again."""
 
 
 class OwnRecoveries:
@@ -87,11 +85,6 @@ def _only_logged() -> Iterator[None]:
         _log.warning("the recovery could not be recorded: %s", err)
     finally:
         random.setstate(state)
-
-
-def was_restarted() -> bool:
-    """Return True if torchrun has started this rank again after a failure. Otherwise an operator has started it."""
-    return os.environ.get(_RESTARTS, "0") != "0"
 
 
 def start_listeners(

@@ -8,16 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from dlac_pipeline.checkpoint.collectives import failing_together
-from dlac_pipeline.checkpoint.store import storing, tiers_of
+from dlac_pipeline.checkpoint.store import tiers_of
 from dlac_pipeline.lakehouse.errors import CatalogUnreachable, DlacError, SpecInvalid, TrainingFailed
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.older_ledger import LedgerWatch
 from dlac_pipeline.lakehouse.retrying import retrying
-from dlac_pipeline.lakehouse.store_files import make_below
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec, home_folder, parse_recorded, parse_spec, read_spec
+from dlac_pipeline.supervise.liveness.heartbeat_writer import HeartbeatWriter
 from dlac_pipeline.supervise.liveness.run_lock import run_lock
-from dlac_pipeline.supervise.ranks.start_ranks import KEEP_LAUNCHES, forget_launches
+from dlac_pipeline.supervise.ranks.start_ranks import KEEP_LAUNCHES, forget_launches, make_launch_folder
 from dlac_pipeline.supervise.retry_policy import RETRY_WITHIN_S
 from dlac_pipeline.supervise.start.request import ClaimRequest, ResumeOptions
 from dlac_pipeline.supervise.start.resume_point import ResumePoint, resume_point_of
@@ -114,14 +114,24 @@ def claim_now(plans: Plans, spec: JobSpec, *, from_memory: bool, has_folder: boo
 def make_own_folder(spec: JobSpec, nonce: str, *, forgets: bool) -> Path:
     """Make the launch folder of ranks that another launcher started, on their own node, for their heartbeats.
 
-    `forgets`: remove the folders of old launches. Raises as `storing`.
+    `forgets`: remove the folders of old launches. Raises as `make_launch_folder`.
     """
     folder = _own_folder(spec, nonce)
-    with storing(folder):
-        make_below(folder.parent, folder, mode=0o700)
+    make_launch_folder(folder)
     if forgets:
         forget_launches(folder.parent, keep=KEEP_LAUNCHES)
     return folder
+
+
+def move_to_own_folder(
+    spec: JobSpec, nonce: str, communicator: Communicator, heartbeat: HeartbeatWriter, rank: int
+) -> tuple[Path | None, HeartbeatWriter]:
+    """Make the launch folder, and return it with the rank's heartbeat there. Collective. None: no launcher started the rank."""
+    with failing_together(communicator.tree, doing="making the launch folder"):
+        folder = None
+        if communicator.is_launched:
+            folder = make_own_folder(spec, nonce, forgets=communicator.is_first_of_node)
+        return folder, heartbeat.moved_to(folder, rank)
 
 
 def _own_folder(spec: JobSpec, nonce: str) -> Path:

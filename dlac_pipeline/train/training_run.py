@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from dlac_pipeline.checkpoint.collectives import failing_together
 from dlac_pipeline.elastic.ranks.rank import LAUNCH_VARIABLE, leave_reason
 from dlac_pipeline.elastic.ranks.this_process import stated_world_size, this_process
 from dlac_pipeline.lakehouse.errors import LossNotFinite, LossSpiked, ScriptInvalid
@@ -120,12 +119,9 @@ class TrainingRun:
         self.resume_point = point = startup.claim_run(
             self._plans, self.spec, self._communicator, takeover=takeover, held=held
         )
-        with failing_together(self._communicator.tree, doing="making the launch folder"):
-            folder = None
-            if self._communicator.is_launched:
-                forgets = self._communicator.is_first_of_node
-                folder = startup.make_own_folder(self.spec, point.nonce, forgets=forgets)
-            self._heartbeat = self._heartbeat.moved_to(folder, self.rank)
+        folder, self._heartbeat = startup.move_to_own_folder(
+            self.spec, point.nonce, self._communicator, self._heartbeat, self.rank
+        )
         self._events.open(folder)
         if self.rank == 0:
             start_listeners(self._plans, self.spec, point, self._events, folder, held)

@@ -3,6 +3,7 @@
 import json
 import math
 import pickle
+import warnings
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -24,8 +25,10 @@ from dlac_pipeline.checkpoint.engines.safe_load import only_tensors
 from dlac_pipeline.checkpoint.engines.shards import INDEX, PlainSavePlanner, ShardWriter, box
 from dlac_pipeline.checkpoint.engines.torch_state import TorchState
 from dlac_pipeline.checkpoint.engines.weights import WEIGHTS_FILE, WEIGHTS_INDEX
-from dlac_pipeline.checkpoint.stage.copies import Write
-from dlac_pipeline.checkpoint.store import MANIFEST
+from dlac_pipeline.checkpoint.manifest import FileEntry
+from dlac_pipeline.checkpoint.stage.copies import Direct, Write
+from dlac_pipeline.checkpoint.stage.durable_writer import DurableWriter
+from dlac_pipeline.checkpoint.store import MANIFEST, Tiers
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 
 _RECORDS = {(_StorageInfo.__module__, _StorageInfo.__name__), ("torch.serialization", "_get_layout")} | {
@@ -66,6 +69,18 @@ def foreign_checkpoint(folder: Path, *, tag: str | None = None) -> Foreign:
         f"expected a checkpoint of {known} or Hugging Face (*.safetensors) in {str(folder)!r}, found "
         f"{sorted(path.name for path in folder.glob('*'))[:8]!r}: name its folder, and --tag where there is no file `latest`"
     )
+
+
+def copy_foreign(foreign: Foreign, tiers: Tiers, name: str, folder: Path) -> list[FileEntry]:
+    """Copy a foreign checkpoint into a checkpoint's folder and into its copy in the store. Return the files."""
+    writer = DurableWriter(tiers, name)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            foreign.copy(folder, Direct(writer.save).write)
+            return writer.finish()
+    finally:
+        writer.close()
 
 
 def _check_foreign(folder: Path) -> None:

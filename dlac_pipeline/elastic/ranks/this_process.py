@@ -15,6 +15,9 @@ READER_VARIABLE = "DLAC_PROCESSES_PER_READER"
 GROUP_VARIABLE = "DLAC_PROCESS_GROUP"
 """Variable with the number of this process's group, if an attempt has several process groups, which are equally large."""
 
+_RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+"""Variable of torchrun: how many times it has started the ranks again."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ThisProcess:
@@ -72,6 +75,11 @@ def this_process() -> ThisProcess:
         local_rank=local_rank,
         ranks_here=ranks_here,
     )
+
+
+def was_restarted() -> bool:
+    """Return True if torchrun has started this rank again after a failure. Otherwise an operator has started it."""
+    return os.environ.get(_RESTARTS, "0") != "0"
 
 
 def stated_world_size() -> str:

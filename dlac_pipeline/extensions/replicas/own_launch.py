@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from dlac_pipeline.elastic.ranks.this_process import this_process
+from dlac_pipeline.elastic.ranks.this_process import this_process, was_restarted
 from dlac_pipeline.extensions.replicas.group import GroupLaunch
 from dlac_pipeline.extensions.replicas.group_locks import GroupLocks
 from dlac_pipeline.extensions.replicas.own_rejoin import OwnRejoin
@@ -30,7 +30,6 @@ from dlac_pipeline.supervise.ranks.rank_events import EVENTS_FILE, EventWriter, 
 from dlac_pipeline.supervise.ranks.start_ranks import write_resume_point, write_spec
 from dlac_pipeline.supervise.start.resume_point import ResumePoint, resume_point_of
 from dlac_pipeline.train.communicator import Communicator
-from dlac_pipeline.train.own_reports import was_restarted
 from dlac_pipeline.train.startup import (
     await_resume_point,
     claim_now,

@@ -2,6 +2,7 @@
 
 import psutil
 
+from dlac_pipeline.elastic.ranks.this_process import was_restarted
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.launch_request import OPERATOR
@@ -9,7 +10,6 @@ from dlac_pipeline.supervise.liveness.heartbeat import RankHeartbeat
 from dlac_pipeline.supervise.ranks.local_ranks import Rejoined
 from dlac_pipeline.supervise.ranks.rank_events import EventWriter
 from dlac_pipeline.supervise.recovery_recorder import BackgroundRecorder
-from dlac_pipeline.train.own_reports import was_restarted
 
 
 class OwnRejoin:

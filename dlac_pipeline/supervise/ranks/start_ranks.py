@@ -25,11 +25,16 @@ def spec_for(spec: JobSpec, round_: Round) -> JobSpec:
 
 def start_local_ranks(spec: JobSpec, folder: Path, round_: Round, starter: RankStarter) -> RankGroup:
     """Start this node's ranks with a new launch folder. Raise `StoreUnavailable` if the folder cannot be made."""
-    with storing(folder):
-        make_below(folder.parent, folder, mode=0o700)  # logs and errors may contain secrets
+    make_launch_folder(folder)
     write_spec(folder, spec)
     forget_launches(folder.parent, keep=KEEP_LAUNCHES * round_.share.nodes)
     return starter.start(spec, folder, round_.share)
+
+
+def make_launch_folder(folder: Path) -> None:
+    """Make a launch folder. Raises as `storing`."""
+    with storing(folder):
+        make_below(folder.parent, folder, mode=0o700)  # logs and errors may contain secrets
 
 
 def write_spec(folder: Path, spec: JobSpec) -> None:
