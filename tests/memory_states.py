@@ -9,8 +9,8 @@ from typing import Any
 
 from dlac_pipeline.checkpoint.memory import states
 from dlac_pipeline.checkpoint.memory.states import RankState, Trained
+from dlac_pipeline.checkpoint.restore.resume_point import FreshStart, FromMemory, ResumePoint
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.supervise.start.resume_point import FreshStart, FromMemory, ResumePoint
 from tests.resume_points import memory_point
 from tests.small_records import small_spec
 

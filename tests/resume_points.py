@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from dlac_pipeline.supervise.start.resume_point import FromMemory
+from dlac_pipeline.checkpoint.restore.resume_point import FromMemory
 
 
 def memory_point(**facts: Any) -> FromMemory:

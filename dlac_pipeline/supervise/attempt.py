@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass
 
+from dlac_pipeline.checkpoint.restore.resume_point import FromMemory, ResumePoint
 from dlac_pipeline.elastic.round import RESUME
 from dlac_pipeline.lakehouse.errors import LeftUnfinished
 from dlac_pipeline.lakehouse.ledger.older_ledger import LedgerWatch
@@ -28,7 +29,6 @@ from dlac_pipeline.supervise.ranks.node_part import NodePart
 from dlac_pipeline.supervise.ranks.rank_events import Ending, Event, EventReader, ending_of
 from dlac_pipeline.supervise.ranks.run_events import RunEvents
 from dlac_pipeline.supervise.recovery_recorder import BackgroundRecorder
-from dlac_pipeline.supervise.start.resume_point import FromMemory, ResumePoint
 from dlac_pipeline.supervise.start.supervised_start import SupervisedStart
 from dlac_pipeline.supervise.supervision import Supervision
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from dlac_pipeline.checkpoint.restore.resume_point import ResumePoint, resume_point_of
 from dlac_pipeline.checkpoint.store import tiers_of
 from dlac_pipeline.elastic.round import LEADER, RESUME, VERDICT
 from dlac_pipeline.supervise.attempt_state import AttemptMachine, AttemptState, Decision, Observation
@@ -17,7 +18,6 @@ from dlac_pipeline.supervise.ranks.local_ranks import RankGroup
 from dlac_pipeline.supervise.ranks.node_part import NodePart
 from dlac_pipeline.supervise.ranks.rank_events import Ending, Event
 from dlac_pipeline.supervise.recovery_recorder import BackgroundRecorder
-from dlac_pipeline.supervise.start.resume_point import ResumePoint, resume_point_of
 from dlac_pipeline.supervise.supervision import StopRequests
 
 _REPORT_EVERY_S = 0.2

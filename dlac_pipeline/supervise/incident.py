@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
+from dlac_pipeline.checkpoint.restore.resume_point import FromMemory, ResumePoint
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.recoveries import Recovery, recoveries_of
@@ -18,7 +19,6 @@ from dlac_pipeline.supervise.failure import Failure
 from dlac_pipeline.supervise.liveness.heartbeat import Phase, RankHeartbeat, read_heartbeats
 from dlac_pipeline.supervise.ranks.local_ranks import Rejoined
 from dlac_pipeline.supervise.ranks.rank_events import Event
-from dlac_pipeline.supervise.start.resume_point import FromMemory, ResumePoint
 
 _CHOICES = (ClaimRow, QuarantinedCheckpointRow)
 """Rows that say after which checkpoint an attempt resumes."""

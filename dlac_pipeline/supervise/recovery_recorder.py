@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
 
+from dlac_pipeline.checkpoint.restore.resume_point import ResumePoint
 from dlac_pipeline.lakehouse.errors import DlacError
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.recoveries import Recovery, write_recovery
@@ -20,7 +21,6 @@ from dlac_pipeline.supervise.liveness.heartbeat import RankHeartbeat
 from dlac_pipeline.supervise.ranks.local_ranks import Rejoined
 from dlac_pipeline.supervise.ranks.rank_events import Event
 from dlac_pipeline.supervise.retry_policy import RETRY_WITHIN_S
-from dlac_pipeline.supervise.start.resume_point import ResumePoint
 
 _LOGGER = logging.getLogger(__name__)
 _CLOSE_WITHIN_S = 10.0

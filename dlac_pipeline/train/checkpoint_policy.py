@@ -10,6 +10,7 @@ from typing import Any
 
 from dlac_pipeline.checkpoint.interval import Cost, Failures, Interval
 from dlac_pipeline.checkpoint.manager import Committed
+from dlac_pipeline.checkpoint.restore.resume_point import FromMemory, ResumePoint
 from dlac_pipeline.checkpoint.step_sync import RankReport, StepSync
 from dlac_pipeline.elastic.ranks.launch_folder import notice_file, room_file, stop_file
 from dlac_pipeline.elastic.ranks.rank import leave_reason
@@ -22,7 +23,6 @@ from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.launch_spec import NODES
 from dlac_pipeline.supervise.ranks.rank_events import EventWriter
-from dlac_pipeline.supervise.start.resume_point import FromMemory, ResumePoint
 from dlac_pipeline.train.termination_notice import Notices
 
 _log = logging.getLogger(__name__)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 
+from dlac_pipeline.checkpoint.restore.resume_point import ResumePoint
 from dlac_pipeline.elastic.ranks.this_process import this_process, was_restarted
 from dlac_pipeline.lakehouse.errors import DlacError
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
@@ -24,7 +25,6 @@ from dlac_pipeline.supervise.liveness.heartbeat_writer import HeartbeatWriter
 from dlac_pipeline.supervise.ranks.listener_process import ListenerProcess, describe_attempt
 from dlac_pipeline.supervise.ranks.rank_events import EventWriter
 from dlac_pipeline.supervise.recovery_recorder import RecoveryRecorder
-from dlac_pipeline.supervise.start.resume_point import ResumePoint
 
 _log = logging.getLogger(__name__)
 

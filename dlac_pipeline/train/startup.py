@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dlac_pipeline.checkpoint.collectives import failing_together
+from dlac_pipeline.checkpoint.restore.resume_point import ResumePoint, resume_point_of
 from dlac_pipeline.checkpoint.store import tiers_of
 from dlac_pipeline.lakehouse.errors import CatalogUnreachable, DlacError, SpecInvalid, TrainingFailed
 from dlac_pipeline.lakehouse.iceberg.connect import connect
@@ -20,7 +21,6 @@ from dlac_pipeline.supervise.liveness.run_lock import run_lock
 from dlac_pipeline.supervise.ranks.start_ranks import KEEP_LAUNCHES, forget_launches, make_launch_folder
 from dlac_pipeline.supervise.retry_policy import RETRY_WITHIN_S
 from dlac_pipeline.supervise.start.request import ClaimRequest, ResumeOptions
-from dlac_pipeline.supervise.start.resume_point import ResumePoint, resume_point_of
 from dlac_pipeline.supervise.start.start_attempt import start_attempt
 from dlac_pipeline.train.communicator import Communicator
 

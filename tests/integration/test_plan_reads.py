@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from dlac_pipeline.checkpoint.restore.resume_point import ResumePoint
 from dlac_pipeline.lakehouse.errors import TableReplaced
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.operations.rewind import rewind_run
@@ -19,7 +20,6 @@ from dlac_pipeline.read.opening.open_leg import open_leg
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.start.request import ClaimRequest
-from dlac_pipeline.supervise.start.resume_point import ResumePoint
 from dlac_pipeline.supervise.start.start_attempt import start_attempt
 from dlac_pipeline.supervise.supervisor import Supervisor
 

@@ -13,6 +13,7 @@ import pytest
 from pyiceberg.io.pyarrow import schema_to_pyarrow
 from pyiceberg.schema import Schema
 
+from dlac_pipeline.checkpoint.restore.resume_point import FreshStart
 from dlac_pipeline.dagster.assets.pages import model_page
 from dlac_pipeline.lakehouse.errors import CatalogUnreachable, LedgerError
 from dlac_pipeline.lakehouse.iceberg import own_rows
@@ -33,7 +34,6 @@ from dlac_pipeline.supervise.attempt_monitor import AttemptMonitor
 from dlac_pipeline.supervise.failure import planned_end
 from dlac_pipeline.supervise.liveness.heartbeat import Phase, RankHeartbeat
 from dlac_pipeline.supervise.recovery_recorder import BackgroundRecorder
-from dlac_pipeline.supervise.start.resume_point import FreshStart
 from tests.integration.test_cli import dlac
 from tests.small_records import small_recovery
 

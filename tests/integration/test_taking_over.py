@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dlac_pipeline import TorchState, training_run
+from dlac_pipeline.checkpoint.restore.resume_point import FromMemory, ResumePoint
 from dlac_pipeline.checkpoint.store import MANIFEST, folder_of
 from dlac_pipeline.lakehouse.errors import CatalogUnreachable, Fenced, ResumeMismatch, SteppedAside
 from dlac_pipeline.lakehouse.ledger.commits import claim
@@ -19,7 +20,6 @@ from dlac_pipeline.operations.rewind import rewind_run
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.start.request import ClaimRequest
-from dlac_pipeline.supervise.start.resume_point import FromMemory, ResumePoint
 from dlac_pipeline.supervise.start.start_attempt import start_attempt
 from dlac_pipeline.supervise.supervisor import Supervisor
 

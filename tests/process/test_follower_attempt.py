@@ -14,6 +14,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from dlac_pipeline.checkpoint.restore.resume_point import FreshStart
 from dlac_pipeline.elastic import fork_server
 from dlac_pipeline.elastic.round import LEADER, RESUME, VERDICT, Round
 from dlac_pipeline.lakehouse.errors import TrainingFailed
@@ -29,7 +30,6 @@ from dlac_pipeline.supervise.ranks.rank_starter import RankStarter
 from dlac_pipeline.supervise.ranks.run_events import RunEvents
 from dlac_pipeline.supervise.ranks.start_ranks import start_local_ranks
 from dlac_pipeline.supervise.start.request import ResumeOptions
-from dlac_pipeline.supervise.start.resume_point import FreshStart
 from dlac_pipeline.supervise.supervision import StopRequests, Supervision
 from tests.conftest import wait_until
 from tests.launched_nodes import rounds, silence

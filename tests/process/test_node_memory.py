@@ -18,13 +18,13 @@ import pytest
 from dlac_pipeline.checkpoint.memory import states, transfer
 from dlac_pipeline.checkpoint.memory.states import Part
 from dlac_pipeline.checkpoint.memory.transfer import Address, Connection, TransferRefused, key_of
+from dlac_pipeline.checkpoint.restore.resume_point import ResumePoint, resume_point_of
 from dlac_pipeline.elastic.rank_assignment import Member, Offer, RoundPlan
 from dlac_pipeline.elastic.round import Round
 from dlac_pipeline.supervise.memory import buddy, node_memory, server
 from dlac_pipeline.supervise.memory.buddy import BuddyCopies
 from dlac_pipeline.supervise.memory.node_memory import NodeMemory
 from dlac_pipeline.supervise.memory.server import MemoryServer, WriteTurn
-from dlac_pipeline.supervise.start.resume_point import ResumePoint, resume_point_of
 from tests.conftest import wait_until
 from tests.memory_states import HERE, OWN, folder_in, fresh_start, keep, part_of, point_of, spec_of
 

@@ -15,10 +15,10 @@ import torch
 from dlac_pipeline.checkpoint.engines import TorchState
 from dlac_pipeline.checkpoint.memory import states
 from dlac_pipeline.checkpoint.memory.memory_file import MemoryFile
+from dlac_pipeline.checkpoint.restore.resume_point import FreshStart
 from dlac_pipeline.checkpoint.step_sync import RankReport, StepSync
 from dlac_pipeline.elastic.ranks.rank import LAUNCH_VARIABLE
 from dlac_pipeline.lakehouse.errors import MemoryStateLost
-from dlac_pipeline.supervise.start.resume_point import FreshStart
 from dlac_pipeline.train.memory_saves import MOST_OVERHEAD, MemorySaves, _bytes_of_state
 from dlac_pipeline.train.restored_state import _losing, read_memory
 from tests.memory_states import OWN, keep, part_of, spec_of

@@ -1,1 +1,1 @@
-"""Checkpoints as local folders again: verified copies, conversion, foreign formats, export."""
+"""Checkpoints as local folders again: verified copies, conversion, foreign formats, export, and the resume points of attempts."""

@@ -14,6 +14,7 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from dlac_pipeline.checkpoint.restore.resume_point import ResumePoint
 from dlac_pipeline.elastic.rank_assignment import Share
 from dlac_pipeline.elastic.ranks.addresses import free_port
 from dlac_pipeline.elastic.ranks.rank import REHEARSAL_VARIABLE
@@ -27,7 +28,6 @@ from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.failure import HangDetector, first_cause
 from dlac_pipeline.supervise.ranks.local_ranks import RankGroup
 from dlac_pipeline.supervise.ranks.rank_starter import RankStarter
-from dlac_pipeline.supervise.start.resume_point import ResumePoint
 
 PREFIX = "dlac-rehearsal-"
 _LOCK = "owner.lock"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dlac_pipeline.checkpoint.restore.resume_point import FreshStart, FromCheckpoint, ResumePoint
 from dlac_pipeline.checkpoint.restore.verified_copy import Restored, restore
 from dlac_pipeline.checkpoint.store import Tiers, tiers_of
 from dlac_pipeline.extensions.replay.replay import replay, sandbox, spec_in_sandbox
@@ -22,7 +23,6 @@ from dlac_pipeline.plan.legs.committed_leg import leg_of
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.claims import spec_of_attempt
-from dlac_pipeline.supervise.start.resume_point import FreshStart, FromCheckpoint, ResumePoint
 from dlac_pipeline.supervise.start.resume_points import checkpoint_facts
 
 

@@ -20,12 +20,12 @@ from dlac_pipeline.checkpoint.memory.transfer import (
     key_of,
     receive_parts,
 )
+from dlac_pipeline.checkpoint.restore.resume_point import FromMemory, ResumePoint
 from dlac_pipeline.elastic.rank_assignment import Member, Share
 from dlac_pipeline.elastic.round import Round
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.memory.buddy import BuddyCopies
 from dlac_pipeline.supervise.memory.server import FETCH, FETCH_SEALS, LIST, TIMEOUT_S, MemoryServer, WriteTurn
-from dlac_pipeline.supervise.start.resume_point import FromMemory, ResumePoint
 
 _MOST_THREADS = 32
 FETCH_SHARE = 0.5

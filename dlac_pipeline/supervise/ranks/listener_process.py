@@ -13,11 +13,11 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+from dlac_pipeline.checkpoint.restore.resume_point import ResumePoint
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.ranks.rank_events import Event
-from dlac_pipeline.supervise.start.resume_point import ResumePoint
 
 WENT_BACK, RUN_BEGUN, RETIRED = "went_back", "run_begun", "retired"
 """Events about branches and checkpoints. The process of the listeners reads their facts from the ledger."""

@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from dlac_pipeline.checkpoint.restore.resume_point import ResumePoint
 from dlac_pipeline.elastic.rank_assignment import Share
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.supervise.ranks.listener_process import ListenerProcess, describe_attempt
 from dlac_pipeline.supervise.ranks.rank_events import Event
-from dlac_pipeline.supervise.start.resume_point import ResumePoint
 
 
 class RunEvents:

@@ -6,13 +6,13 @@ from pathlib import Path
 from dlac_pipeline.checkpoint.collectives import RankTree, failing_together
 from dlac_pipeline.checkpoint.engines import Engine
 from dlac_pipeline.checkpoint.restore.conversion import load_state
+from dlac_pipeline.checkpoint.restore.resume_point import FreshStart, FromCheckpoint, ResumePoint
 from dlac_pipeline.checkpoint.restore.verified_copy import restore
 from dlac_pipeline.checkpoint.rng import load_rng, rng_file, seed_rng
 from dlac_pipeline.checkpoint.store import folder_name_of, tiers_of
 from dlac_pipeline.lakehouse.errors import ResumeMismatch
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.supervise.start.resume_point import FreshStart, FromCheckpoint, ResumePoint
 
 
 def load_checkpoint(

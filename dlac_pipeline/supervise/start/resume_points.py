@@ -3,6 +3,7 @@
 import socket
 from typing import Any
 
+from dlac_pipeline.checkpoint.restore.resume_point import FreshStart, FromCheckpoint, FromMemory
 from dlac_pipeline.checkpoint.restore.verified_copy import Restored
 from dlac_pipeline.lakehouse.ledger.branches import moves_back
 from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows
@@ -12,7 +13,6 @@ from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.supervise.start.claim import Claimed
 from dlac_pipeline.supervise.start.resolve import Resolved
 from dlac_pipeline.supervise.start.restore import NewestWhole
-from dlac_pipeline.supervise.start.resume_point import FreshStart, FromCheckpoint, FromMemory
 
 
 def point_in_memory(claimed: Claimed, resolved: Resolved) -> FromMemory | None:

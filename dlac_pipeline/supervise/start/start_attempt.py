@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+from dlac_pipeline.checkpoint.restore.resume_point import ResumePoint
 from dlac_pipeline.checkpoint.restore.verified_copy import Restored, Verify, restore, verify_here
 from dlac_pipeline.checkpoint.store import Tiers, tiers_of
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
@@ -20,7 +21,6 @@ from dlac_pipeline.supervise.start.claim import Claimed, claim_attempt
 from dlac_pipeline.supervise.start.request import ClaimRequest
 from dlac_pipeline.supervise.start.resolve import Resolved, Resolver
 from dlac_pipeline.supervise.start.restore import RestoreRow, restore_newest
-from dlac_pipeline.supervise.start.resume_point import ResumePoint
 from dlac_pipeline.supervise.start.resume_points import point_in_memory, point_of_newest
 
 Verifying = Callable[[int, int, int], None]

@@ -3,12 +3,12 @@
 import time
 from dataclasses import dataclass, field, replace
 
+from dlac_pipeline.checkpoint.restore.resume_point import ResumePoint
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow
 from dlac_pipeline.supervise.distributed_verify import NodeVerifiers
 from dlac_pipeline.supervise.failure import Failure, failure_of_attempt
 from dlac_pipeline.supervise.ranks.node_part import NodePart
 from dlac_pipeline.supervise.start.request import ClaimRequest
-from dlac_pipeline.supervise.start.resume_point import ResumePoint
 from dlac_pipeline.supervise.start.start_attempt import Verifying, start_attempt
 from dlac_pipeline.supervise.supervision import Supervision
 

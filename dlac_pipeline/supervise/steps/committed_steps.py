@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from dlac_pipeline.checkpoint.restore.resume_point import resume_point_of
 from dlac_pipeline.checkpoint.spikes import recorded_losses
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
@@ -16,7 +17,6 @@ from dlac_pipeline.plan.order import ReaderState
 from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.supervise.claims import launch_folders_of, spec_of_attempt, trained_attempts
 from dlac_pipeline.supervise.liveness.heartbeat import read_heartbeats
-from dlac_pipeline.supervise.start.resume_point import resume_point_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
