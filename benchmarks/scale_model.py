@@ -56,7 +56,7 @@ PARAMETERS = 1.5e9
 BYTES_PER_PARAMETER = 14
 """Bytes per parameter: bf16 weights, and an fp32 copy of them with Adam's two moments."""
 GROUPS = 2
-"""Process groups of all ranks: one of the script and one of DLAC (dlac_pipeline/train/communicator.py)."""
+"""Process groups of all ranks: one of the script and one of DLAC (dlac_pipeline/elastic/ranks/communicator.py)."""
 VOTES = 10
 """Rounds of votes from a rank's start to its first step: fetched, converted, loaded, cursors."""
 ROUND_TRIP_S = 0.0002

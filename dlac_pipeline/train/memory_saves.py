@@ -21,12 +21,12 @@ from dlac_pipeline.checkpoint.memory.memory_file import MemoryFile, is_tmpfs
 from dlac_pipeline.checkpoint.restore.resume_point import FromMemory
 from dlac_pipeline.checkpoint.rng import save_rng
 from dlac_pipeline.checkpoint.step_sync import RankReport, StepSync
+from dlac_pipeline.elastic.ranks.communicator import Communicator
 from dlac_pipeline.elastic.ranks.rank import LAUNCH_VARIABLE
 from dlac_pipeline.lakehouse.errors import DlacError
 from dlac_pipeline.lakehouse.ledger.typed_rows import repeatable
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.track.tracker import ReaderStateTracker
-from dlac_pipeline.train.communicator import Communicator
 from dlac_pipeline.train.open_attempt import OpenAttempt
 
 _log = logging.getLogger(__name__)

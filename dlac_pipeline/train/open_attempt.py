@@ -10,6 +10,7 @@ from dlac_pipeline.checkpoint.commit.ledger_rows import AttemptLeg
 from dlac_pipeline.checkpoint.manager import CheckpointManager
 from dlac_pipeline.checkpoint.restore.resume_point import FromMemory, ResumePoint
 from dlac_pipeline.checkpoint.store import folder_name_of
+from dlac_pipeline.elastic.ranks.communicator import Communicator
 from dlac_pipeline.lakehouse.errors import CursorMismatch
 from dlac_pipeline.lakehouse.ledger.commits import Attempt, finish
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
@@ -20,7 +21,6 @@ from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.read.opening.open_leg import OpenLeg, open_leg
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.track.tracker import ReaderStateTracker
-from dlac_pipeline.train.communicator import Communicator
 from dlac_pipeline.train.restored_state import RestoredMemory, read_memory
 
 

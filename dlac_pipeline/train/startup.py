@@ -10,6 +10,7 @@ from pathlib import Path
 from dlac_pipeline.checkpoint.collectives import failing_together
 from dlac_pipeline.checkpoint.restore.resume_point import ResumePoint, resume_point_of
 from dlac_pipeline.checkpoint.store import tiers_of
+from dlac_pipeline.elastic.ranks.communicator import Communicator
 from dlac_pipeline.lakehouse.errors import CatalogUnreachable, DlacError, SpecInvalid, TrainingFailed
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.older_ledger import LedgerWatch
@@ -22,7 +23,6 @@ from dlac_pipeline.supervise.ranks.start_ranks import KEEP_LAUNCHES, forget_laun
 from dlac_pipeline.supervise.retry_policy import RETRY_WITHIN_S
 from dlac_pipeline.supervise.start.request import ClaimRequest, ResumeOptions
 from dlac_pipeline.supervise.start.start_attempt import start_attempt
-from dlac_pipeline.train.communicator import Communicator
 
 _FIRST_LOOK_S, _LOOK_S = 0.02, 0.2
 """Seconds between two looks for the resume point: at first, and at most."""

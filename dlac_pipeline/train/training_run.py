@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from dlac_pipeline.elastic.ranks.communicator import Communicator
 from dlac_pipeline.elastic.ranks.rank import LAUNCH_VARIABLE, leave_reason
 from dlac_pipeline.elastic.ranks.this_process import stated_world_size, this_process
 from dlac_pipeline.lakehouse.errors import LossNotFinite, LossSpiked, ScriptInvalid
@@ -25,7 +26,6 @@ from dlac_pipeline.supervise.ranks.rank_events import EventWriter
 from dlac_pipeline.train import startup
 from dlac_pipeline.train.checkpoint_policy import CheckpointPolicy
 from dlac_pipeline.train.checkpointing import Checkpointing, prepare_process
-from dlac_pipeline.train.communicator import Communicator
 from dlac_pipeline.train.open_attempt import OpenAttempt, open_attempt
 from dlac_pipeline.train.own_reports import OwnRecoveries, start_listeners
 from dlac_pipeline.train.run_loader import RunLoader

@@ -19,6 +19,7 @@ from torch.distributed import ReduceOp
 
 from dlac_pipeline.checkpoint.step_sync import NOTICES, RankReport
 from dlac_pipeline.elastic.ranks.addresses import LOOPBACK
+from dlac_pipeline.elastic.ranks.communicator import Communicator
 from dlac_pipeline.elastic.ranks.process_group import serve_store
 from dlac_pipeline.extensions.replicas.rank import (
     HANG_MARGIN_S,
@@ -31,7 +32,6 @@ from dlac_pipeline.extensions.replicas.rank import (
 from dlac_pipeline.lakehouse.errors import ScriptInvalid, TrainingFailed
 from dlac_pipeline.plan.slots import DataCoordinate
 from dlac_pipeline.supervise.liveness.heartbeat import Phase, read_heartbeat
-from dlac_pipeline.train.communicator import Communicator
 
 _CONNECT_S = 10.0
 _HEARTBEAT_S = 0.05

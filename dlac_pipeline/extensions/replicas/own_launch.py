@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 
 from dlac_pipeline.checkpoint.restore.resume_point import ResumePoint, resume_point_of
+from dlac_pipeline.elastic.ranks.communicator import Communicator
 from dlac_pipeline.elastic.ranks.this_process import this_process, was_restarted
 from dlac_pipeline.extensions.replicas.group import GroupLaunch
 from dlac_pipeline.extensions.replicas.group_locks import GroupLocks
@@ -29,7 +30,6 @@ from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.liveness.heartbeat import Phase, read_heartbeat
 from dlac_pipeline.supervise.ranks.rank_events import EVENTS_FILE, EventWriter, read_ending
 from dlac_pipeline.supervise.ranks.start_ranks import write_resume_point, write_spec
-from dlac_pipeline.train.communicator import Communicator
 from dlac_pipeline.train.startup import (
     await_resume_point,
     claim_now,
