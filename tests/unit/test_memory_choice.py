@@ -20,7 +20,7 @@ from dlac_pipeline.extensions.replay import rehearse
 from dlac_pipeline.lakehouse.ledger.run_rows import Fence, trained_by
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow, LedgerRow
 from dlac_pipeline.supervise.claims import attempts_without_progress
-from dlac_pipeline.supervise.liveness.heartbeat import HeartbeatFile, Phase, Spent
+from dlac_pipeline.supervise.liveness.heartbeat import HeartbeatFile, Phase, Spent, may_have_died_loading
 from dlac_pipeline.supervise.memory.memory_choice import MemoryChoice, may_resume
 from dlac_pipeline.supervise.ranks.rank_events import EventWriter
 from dlac_pipeline.train.checkpoint_policy import CheckpointPolicy
@@ -34,7 +34,7 @@ _ROWS: list[LedgerRow] = [ClaimRow(seq=1, attempt=1, nonce="a"), _HEAD, ClaimRow
 
 def taken(state: RankState, rows: list[LedgerRow], head: CheckpointRow, replaced: int = 2) -> bool:
     """Return whether a state of one rank may be resumed from."""
-    return may_resume(MemoryState(Path(), (state,)), rows, head, replaced=replaced)
+    return may_resume(MemoryState(Path(), (state,)), rows, head, replaced=replaced, died_loading=may_have_died_loading)
 
 
 def test_state_of_replaced_attempt_is_taken() -> None:
@@ -115,7 +115,7 @@ def test_repeated_claim_keeps_its_state() -> None:
     claim = ClaimRow(seq=4, attempt=3, nonce="c", memory_of=2, memory_step=13, memory_at=5.0)
     ledger: Any = SimpleNamespace(rows=lambda run, *, kinds: [*_ROWS, claim])
     fence = Fence(attempt=3, nonce="c", seq=4, head="c10")
-    found = MemoryChoice(run="r", ledger=ledger, replaced=2, find=None).find_claimed(fence, leg="{}")
+    found = MemoryChoice(run="r", ledger=ledger, replaced=2, find=None, died_loading=bool).find_claimed(fence, leg="{}")
     assert found is not None
     assert (found.claim, found.state) == (claim, None)
 
@@ -127,7 +127,7 @@ def test_claimed_state_is_the_very_one() -> None:
     fence = Fence(attempt=3, nonce="c", seq=4, head="c10")
     named, later = (MemoryState(Path(), (replace(STATE, saved_at=at),)) for at in (5.0, 6.0))
     for states_found, expected in (([later], None), ([later, named], named)):
-        choice = MemoryChoice(run="r", ledger=ledger, replaced=2, find=partial(list, states_found))
+        choice = MemoryChoice(run="r", ledger=ledger, replaced=2, find=partial(list, states_found), died_loading=bool)
         claimed = choice.find_claimed(fence, leg="{}")
         assert claimed is not None
         assert claimed.state == expected

@@ -11,7 +11,7 @@ from enum import IntEnum
 from operator import attrgetter
 from pathlib import Path
 
-from dlac_pipeline.elastic.ranks.launch_folder import in_hand_file, progress_file, ranks_with_progress
+from dlac_pipeline.elastic.ranks.launch_folder import in_hand_file, progress_file, ranks_with_progress, reason_file
 
 _RECORD = struct.Struct("<qqdqdqqqqqqqqd")
 
@@ -143,3 +143,22 @@ def read_heartbeat(folder: Path, rank: int) -> RankHeartbeat | None:
 def read_heartbeats(folder: Path) -> list[RankHeartbeat]:
     """Return the last record of each rank that wrote one, in rank order. The number of ranks need not be known."""
     return [found for rank in ranks_with_progress(folder) if (found := read_heartbeat(folder, rank)) is not None]
+
+
+def may_have_died_loading(launch_folder: str) -> bool:
+    """Return whether the last heartbeats of a dead attempt are of ranks that load its state, or are not on this node.
+
+    An exception is no death: either the state was removed, or it does not fit a script that may be corrected.
+    """
+    folder = Path(launch_folder)
+    is_known = bool(launch_folder) and folder.is_dir()
+    return not is_known or (any(each.is_loading for each in read_heartbeats(folder)) and not _has_raised(folder))
+
+
+def _has_raised(folder: Path) -> bool:
+    """Return whether a rank recorded an exception that neither another rank's end nor a passing failure explains."""
+    for rank in ranks_with_progress(folder):
+        with suppress(OSError, ValueError):  # it has recorded none
+            if json.loads(reason_file(folder, rank).read_bytes())["origin"] not in ("peer", "passing"):
+                return True
+    return False

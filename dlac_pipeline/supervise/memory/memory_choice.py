@@ -1,25 +1,22 @@
 """Choice of the memory state from which an attempt resumes, if a state provably continues the ledger's head."""
 
-import json
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from dlac_pipeline.checkpoint.memory.states import MemoryState, memory_folder, read_states
-from dlac_pipeline.elastic.ranks.launch_folder import ranks_with_progress, reason_file
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import Fence, checkpoint_rows, claim_of
 from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, CheckpointRow, ClaimRow, LedgerRow
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.supervise.liveness.heartbeat import read_heartbeats
 
 _MOST_DEATHS = 2
 """Attempts that may die while they load one state. Then it may be the state's fault."""
 FindStates = Callable[[], Sequence[MemoryState]]
 """Function that returns the whole memory states of a run, the newest first."""
+DiedLoading = Callable[[str], bool]
+"""Function that returns whether the attempt of a launch folder may have died while it loaded its state."""
 
 
 def states_here(spec: JobSpec) -> list[MemoryState]:
@@ -54,6 +51,7 @@ class MemoryChoice:
     replaced: int
     find: FindStates | None
     """None: no state is taken."""
+    died_loading: DiedLoading
 
     def choose(self, fence: Fence, *, leg: str) -> dict[str, Any]:
         """Return the fields of a `ClaimRow` for the newest state that may be taken with this fence and leg (as JSON), if any."""
@@ -63,7 +61,9 @@ class MemoryChoice:
         rows = self._rows()
         head = _head_of(fence, rows)
         for state in states:
-            if head is not None and may_resume(state, rows, head, replaced=self.replaced):
+            if head is not None and may_resume(
+                state, rows, head, replaced=self.replaced, died_loading=self.died_loading
+            ):
                 first, worked_on = state.first, sum(each.rows for each in state.ranks)
                 named = {"memory_of": first.attempt, "memory_step": first.step, "memory_rows": worked_on}
                 return {
@@ -107,13 +107,16 @@ def _head_of(fence: Fence, rows: list[LedgerRow]) -> CheckpointRow | None:
     return CheckpointRow() if fence.head is None else checkpoint_rows(rows).get(fence.head)
 
 
-def may_resume(state: MemoryState, rows: Sequence[LedgerRow], head: CheckpointRow, *, replaced: int) -> bool:
+def may_resume(
+    state: MemoryState, rows: Sequence[LedgerRow], head: CheckpointRow, *, replaced: int, died_loading: DiedLoading
+) -> bool:
     """Return whether an attempt may resume from a whole state of a run with these rows, instead of the attempt `replaced`."""
     first, before = state.first, claim_of(rows, replaced)
     owner = claim_of(rows, first.attempt)
     # An attempt that was replaced may still run, and write other states: only the one that was taken then counts.
     taken_by = [row for row in rows if isinstance(row, ClaimRow) and _taken_by(row) == _name_of(state)]
-    is_taken_again = _taken_by(before) == _name_of(state) and sum(map(_may_have_died_loading, taken_by)) < _MOST_DEATHS
+    deaths = sum(died_loading(row.launch_folder) for row in taken_by)
+    is_taken_again = _taken_by(before) == _name_of(state) and deaths < _MOST_DEATHS
     is_of_replaced = before.trains and (first.attempt == before.attempt or is_taken_again)
     is_of_its_launch = first.attempt > 0 and first.nonce == owner.nonce
     is_named = (head.checkpoint_id or None) == first.head
@@ -121,22 +124,3 @@ def may_resume(state: MemoryState, rows: Sequence[LedgerRow], head: CheckpointRo
     # A state of the head's own step that was kept once the head's checkpoint had begun is the state of that checkpoint.
     is_at_head = first.step >= head.step and state.trained_since(head.step) is not None
     return is_of_replaced and is_of_its_launch and (is_named or is_committed_since) and is_at_head
-
-
-def _may_have_died_loading(claim: ClaimRow) -> bool:
-    """Return whether the last heartbeats of a dead attempt are of ranks that load its state, or are not on this node.
-
-    An exception is no death: either the state was removed, or it does not fit a script that may be corrected.
-    """
-    folder = Path(claim.launch_folder)
-    is_known = bool(claim.launch_folder) and folder.is_dir()
-    return not is_known or (any(each.is_loading for each in read_heartbeats(folder)) and not _has_raised(folder))
-
-
-def _has_raised(folder: Path) -> bool:
-    """Return whether a rank recorded an exception that neither another rank's end nor a passing failure explains."""
-    for rank in ranks_with_progress(folder):
-        with suppress(OSError, ValueError):  # it has recorded none
-            if json.loads(reason_file(folder, rank).read_bytes())["origin"] not in ("peer", "passing"):
-                return True
-    return False

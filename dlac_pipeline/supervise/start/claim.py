@@ -11,6 +11,7 @@ from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import Fence
 from dlac_pipeline.plan.legs.committed_leg import planned
 from dlac_pipeline.spec.job_spec import JobSpec
+from dlac_pipeline.supervise.liveness.heartbeat import may_have_died_loading
 from dlac_pipeline.supervise.memory.memory_choice import ClaimedState, MemoryChoice
 from dlac_pipeline.supervise.start.request import ClaimRequest
 from dlac_pipeline.supervise.start.resolve import Resolved
@@ -37,7 +38,13 @@ def claim_attempt(
     replaced = current if request.replaces is None else request.replaces
     leg, may_use = resolved.leg.to_json(), request.from_memory and resolved.is_sure
     find = partial(request.states_of, spec)
-    memory = MemoryChoice(run=spec.run, ledger=ledger, replaced=replaced, find=find if may_use else None)
+    memory = MemoryChoice(
+        run=spec.run,
+        ledger=ledger,
+        replaced=replaced,
+        find=find if may_use else None,
+        died_loading=may_have_died_loading,
+    )
     detail = {**_detail_of(spec, request, tiers), **planned(resolved.leg)}
     choose = partial(memory.choose, leg=leg)
     fence = claim(ledger, spec.run, nonce=request.nonce, replaces=replaced, detail=detail, choose=choose).fence
