@@ -58,7 +58,7 @@ class Checkpointing:
         self._policy = policy
         self._heartbeat = heartbeat
         self._write_event = write_event
-        self._memory = MemorySaves(spec, attempt, communicator, self._warn)
+        self._memory = MemorySaves(spec, attempt.point, communicator, attempt.tracker, attempt.manager, self._warn)
         self.spikes = SpikeCheck(spec, attempt, communicator.tree, self._warn)
         on_nonfinite = "warn" if attempt.rehearses else spec.launch.on_nonfinite_loss
         self._finiteness = FinitenessCheck(spec.run, on_nonfinite, warn=self._warn)
@@ -81,7 +81,8 @@ class Checkpointing:
         )
         self._generators = RestoredGenerators()
         self._heartbeat.loaded(convert_s=convert_s, load_s=load_s)
-        self._memory.begin(adapted)
+        restored = self._attempt.memory
+        self._memory.begin(adapted, None if restored is None else restored.state)
         self.engine = (
             adapted  # not before: a script that keeps an error to itself has not the state of the resume point
         )

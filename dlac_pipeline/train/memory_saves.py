@@ -16,9 +16,11 @@ from typing import Any
 from torch.nn import Module
 
 from dlac_pipeline.checkpoint.engines import Engine, TrainerFiles
+from dlac_pipeline.checkpoint.manager import CheckpointManager
 from dlac_pipeline.checkpoint.memory import states
 from dlac_pipeline.checkpoint.memory.memory_file import MemoryFile, is_tmpfs
-from dlac_pipeline.checkpoint.restore.resume_point import FromMemory
+from dlac_pipeline.checkpoint.memory.states import MemoryState
+from dlac_pipeline.checkpoint.restore.resume_point import FromMemory, ResumePoint
 from dlac_pipeline.checkpoint.rng import save_rng
 from dlac_pipeline.checkpoint.step_sync import RankReport, StepSync
 from dlac_pipeline.elastic.ranks.communicator import Communicator
@@ -27,7 +29,6 @@ from dlac_pipeline.lakehouse.errors import DlacError
 from dlac_pipeline.lakehouse.ledger.typed_rows import repeatable
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.track.tracker import ReaderStateTracker
-from dlac_pipeline.train.open_attempt import OpenAttempt
 
 _log = logging.getLogger(__name__)
 MOST_OVERHEAD = 0.016
@@ -53,12 +54,20 @@ class MemorySaves:
     """The memory states of one rank. `begin` and `save` are collective."""
 
     def __init__(
-        self, spec: JobSpec, attempt: OpenAttempt, communicator: Communicator, warn: Callable[[str], None]
+        self,
+        spec: JobSpec,
+        point: ResumePoint,
+        communicator: Communicator,
+        tracker: ReaderStateTracker,
+        manager: CheckpointManager,
+        warn: Callable[[str], None],
     ) -> None:
-        self._attempt = attempt
+        self._point = point
         self._communicator = communicator
+        self._tracker = tracker
+        self._manager = manager
         self._warn = warn
-        can_keep = not attempt.rehearses and (LAUNCH_VARIABLE in os.environ or communicator.is_on_one_node)
+        can_keep = not point.rehearses_until and (LAUNCH_VARIABLE in os.environ or communicator.is_on_one_node)
         self._is_wanted = can_keep and bool(spec.checkpoint.memory)
         self._run_folder = states.memory_folder(spec) if can_keep else None
         self._folder: Path | None = None
@@ -88,8 +97,8 @@ class MemorySaves:
         self._returned_at: float | None = None
         """Time when the script got the control back after the last step. Its work until a state is saved is part of a step."""
 
-    def begin(self, engine: Engine) -> None:
-        """Make the folder on each node, if all have room for states of this engine. Earlier states were loaded. Collective."""
+    def begin(self, engine: Engine, loaded: MemoryState | None) -> None:
+        """Make the folder on each node, if all have room for states of this engine beside the `loaded` one. Collective."""
         self._free_fetched()
         if isinstance(engine, TrainerFiles) or not self._is_wanted:  # another program writes its files
             self._run_folder, problem = None, _NOT_WANTED
@@ -97,10 +106,9 @@ class MemorySaves:
             found = f"expected a folder of shared memory on {gethostname()} as on other nodes, found none"
             problem = found if self._has_buddy else _NOT_WANTED
         else:
-            point, problem = self._attempt.point, ""
-            folder = states.attempt_folder(self._run_folder, point.attempt, point.nonce)
+            problem, folder = "", states.attempt_folder(self._run_folder, self._point.attempt, self._point.nonce)
             if self._communicator.is_first_of_node:
-                problem = self._make(folder, engine)
+                problem = self._make(folder, engine, loaded)
         tree = self._communicator.tree
         agreed = f"{self._fixed} {self._waits:d} {tree.lowest(problem.encode()).decode()}"  # nodes may have different settings
         fixed, waits, problem = tree.broadcast(agreed.encode()).decode().split(" ", 2)
@@ -111,7 +119,7 @@ class MemorySaves:
         if self._communicator.rank == 0 and problem != _NOT_WANTED:
             self._warn(f"{problem}; no memory states are kept, and a restart reads the last checkpoint")
         if self._communicator.is_first_of_node and self._run_folder is not None:
-            states.forget_states(self._run_folder, before=self._attempt.point.attempt + 1)
+            states.forget_states(self._run_folder, before=self._point.attempt + 1)
 
     def step_done(self) -> None:
         """Note that a step is done, with the time since the one before or since a state was saved."""
@@ -133,7 +141,7 @@ class MemorySaves:
 
         The wait also ends if this rank cannot keep states, or `is_asked` to stop.
         """
-        if not (self._waits and self._number and self.is_due(self._attempt.step)):
+        if not (self._waits and self._number and self.is_due(self._tracker.step)):
             return
         until = time.monotonic() + (self._longest_wait_s if self._saved_step != self._waited_for else 0.0)
         while not (self._is_copied() or self._failed or is_asked()) and time.monotonic() < until:
@@ -192,7 +200,7 @@ class MemorySaves:
 
         try:
             if self._number and self._communicator.is_first_of_node:
-                states.forget_states(self._folder.parent, before=self._attempt.point.attempt)
+                states.forget_states(self._folder.parent, before=self._point.attempt)
             if self._number == 1 and self._communicator.is_first_of_node:
                 self._check_room(self._folder)
             slot.mkdir(mode=0o700, exist_ok=True)
@@ -208,7 +216,7 @@ class MemorySaves:
             failure = failure or err
         if failure is not None:
             self._give_up(slot, failure)
-        self._number, self._saved_step, self._copied = self._number + 1, self._attempt.step, False
+        self._number, self._saved_step, self._copied = self._number + 1, self._tracker.step, False
         self._stepped_at, self._returned_at = time.monotonic() - worked_s, None
         if self._number <= states.SLOTS + 1:
             self._costs.clear()
@@ -220,7 +228,7 @@ class MemorySaves:
             return
         self._free_files(self._run_folder)
         if self._communicator.is_first_of_node:
-            states.forget_states(self._run_folder, before=self._attempt.point.attempt + 1)
+            states.forget_states(self._run_folder, before=self._point.attempt + 1)
 
     def close(self) -> None:
         """Close the files. The states stay, for the next attempt."""
@@ -234,23 +242,23 @@ class MemorySaves:
 
     def _free_fetched(self) -> None:
         """Remove fetched parts of the state that the attempt resumed from, once all ranks have loaded it. Collective."""
-        point, tree = self._attempt.point, self._communicator.tree
+        point, tree = self._point, self._communicator.tree
         if isinstance(point, FromMemory) and self._has_buddy:
             tree.broadcast(tree.lowest(b""))
             if self._communicator.is_first_of_node and self._run_folder is not None:
                 folder = states.attempt_folder(self._run_folder, point.attempt, point.nonce)
                 states.remove(states.fetched_folder(folder, self._communicator.first_rank_here))
 
-    def _make(self, folder: Path, engine: Engine) -> str:
+    def _make(self, folder: Path, engine: Engine, loaded: MemoryState | None) -> str:
         """Make the folder of this attempt's states, or return why none are kept. Old states are removed.
 
         The state that was loaded stays until a new state is whole. All earlier ones are removed.
         """
-        number, loaded = self._attempt.point.attempt, self._attempt.memory
+        number = self._point.attempt
         try:
             states.make_folder(folder)
             states.forget_old_states(folder.parent)
-            states.forget_other_slots(folder.parent, None if loaded is None else loaded.state, before=number)
+            states.forget_other_slots(folder.parent, loaded, before=number)
             earlier = sum(map(states.bytes_in, states.earlier_slots(folder.parent, before=number)))
             state = self._state_here(engine)
             needed = max(state, states.SLOTS * state - earlier)
@@ -303,23 +311,20 @@ class MemorySaves:
         return whole + shard * self._communicator.ranks_here * (1 + self._has_buddy)
 
     def _sealed(self, engine: Engine, files: list[tuple[str, int]], rows: int) -> states.RankState:
-        attempt, rank = self._attempt, self._communicator.rank
-        tracker, point = attempt.tracker, attempt.point
-        trained = [*attempt.manager.in_progress(), tracker]
-        cursors = tracker.cursors
+        point, tracker, cursors = self._point, self._tracker, self._tracker.cursors
         return states.RankState(
             attempt=point.attempt,
             nonce=point.nonce,
-            head=attempt.manager.head,
+            head=self._manager.head,
             step=tracker.step,
-            rank=rank,
+            rank=self._communicator.rank,
             world_size=self._communicator.world_size,
             readers=self._communicator.coordinate.count,
             engine=engine.name,
             leg=point.leg,
             groups=list(tracker.groups),
             cursors=[] if cursors is None else cursors.tolist(),
-            trained=list(_trained(trained)),
+            trained=list(_trained([*self._manager.in_progress(), tracker])),
             rows=rows,
             files=files,
         )

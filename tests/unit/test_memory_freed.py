@@ -50,17 +50,11 @@ def saves_of(
 ) -> MemorySaves:
     """Return the states of a rank on one of two nodes, after `begin`."""
     monkeypatch.setenv(LAUNCH_VARIABLE, str(folder))
-    tracker = SimpleNamespace(
+    tracker: Any = SimpleNamespace(
         cursors=None, groups=[0], step=4, committed_step=0, losses=[], skipped=[], advances=lambda: {}
     )
-    attempt: Any = SimpleNamespace(
-        rehearses=False,
-        step=4,
-        tracker=tracker,
-        point=memory_point() if memory_of else FreshStart(attempt=3, nonce="c", leg="{}", leg_is_new=False),
-        manager=SimpleNamespace(in_progress=lambda: [], head=None),
-        memory=None if loaded is None else SimpleNamespace(state=loaded),
-    )
+    point = memory_point() if memory_of else FreshStart(attempt=3, nonce="c", leg="{}", leg_is_new=False)
+    manager: Any = SimpleNamespace(in_progress=list, head=None)
     communicator: Any = SimpleNamespace(
         rank=0,
         world_size=2,
@@ -71,8 +65,8 @@ def saves_of(
         tree=tree_of(fixed),
     )
     warnings: list[str] = []
-    saves = MemorySaves(spec_of(folder), attempt, communicator, warnings.append)
-    saves.begin(_Engine())  # type: ignore[arg-type]  # only what is used
+    saves = MemorySaves(spec_of(folder), point, communicator, tracker, manager, warnings.append)
+    saves.begin(_Engine(), loaded)  # type: ignore[arg-type]  # only what is used
     return saves
 
 

@@ -31,16 +31,8 @@ class Rank:
     def __init__(self, home: Path, **changes: Any) -> None:
         spec = spec_of(home)
         checkpoint = spec.checkpoint.model_copy(update={"memory_every_steps": 1, **changes})
-        tracker = ReaderStateTracker(
+        self.tracker = ReaderStateTracker(
             committed_step=0, step=0, groups=range(1), cursors=np.zeros((1, 1, 4), dtype=np.int64)
-        )
-        self.attempt = SimpleNamespace(
-            rehearses=False,
-            point=fresh_start(),
-            tracker=tracker,
-            step=0,
-            manager=SimpleNamespace(head=None, in_progress=lambda: []),
-            memory=None,
         )
         self.communicator = communicator = SimpleNamespace(
             rank=0,
@@ -55,28 +47,29 @@ class Rank:
         self.engine = TorchState(model=torch.nn.Linear(2, 1))
         self.saves = MemorySaves(
             spec.model_copy(update={"checkpoint": checkpoint}),
-            cast(Any, self.attempt),
+            fresh_start(),
             cast(Any, communicator),
+            self.tracker,
+            cast(Any, SimpleNamespace(head=None, in_progress=list)),
             self.warnings.append,
         )
         folder = states.memory_folder(spec)
         assert folder is not None
         self.folder = states.attempt_folder(folder, 3, "c")
-        self.saves.begin(self.engine)
+        self.saves.begin(self.engine, None)
 
     def wait(self, *, is_asked: bool = False) -> float:
         """Wait for the copy of the last state after the next step, and return the seconds."""
-        self.attempt.step += 1
+        self.tracker.step += 1
         began = time.monotonic()
         self.saves.wait_for_copy(lambda: is_asked)
-        self.attempt.step -= 1
+        self.tracker.step -= 1
         return time.monotonic() - began
 
     def step(self) -> list[int]:
         """Finish a step, keep a state if one may be kept, and return the steps of the states."""
-        self.attempt.step += 1
-        self.attempt.tracker.step = self.attempt.step
-        if self.saves.is_due(self.attempt.step):
+        self.tracker.step += 1
+        if self.saves.is_due(self.tracker.step):
             self.saves.save(self.engine, rows=0)
         return sorted(part.state.step for part in states.read_parts(self.folder.parent))
 
@@ -132,9 +125,9 @@ def waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rank:
 
 def test_rank_waits_for_copy(waiting: Rank) -> None:
     """It waits after a step at which another state is due, and after no other one."""
-    waiting.attempt.step = 2
+    waiting.tracker.step = 2
     assert waiting.wait() < 1
-    waiting.attempt.step = 1
+    waiting.tracker.step = 1
     threading.Timer(0.3, states.mark_copied, (waiting.folder, 0, 1)).start()
     assert 0.2 < waiting.wait() < 4
     assert waiting.is_copied
@@ -148,7 +141,7 @@ def test_wait_for_copy_ends(waiting: Rank, monkeypatch: pytest.MonkeyPatch) -> N
     assert 0.2 <= waiting.wait() < 4
     assert waiting.step() == [1]
     monkeypatch.setattr(waiting.saves, "_longest_wait_s", 5.0)
-    waiting.attempt.step = 1
+    waiting.tracker.step = 1
     assert waiting.wait() < 1, "no copy is waited for twice"
     waiting.saves._waited_for = 0
     waiting.saves._give_up(states.slot_of(waiting.folder, 1), OSError("no room"))
@@ -161,7 +154,7 @@ def test_all_ranks_wait_as_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv(LAUNCH_VARIABLE, str(tmp_path))
     rank = Rank(tmp_path / "memory", memory_waits=True)
     rank.communicator.tree.broadcast = lambda content: b"3 0 "
-    rank.saves.begin(rank.engine)
+    rank.saves.begin(rank.engine, None)
     assert (rank.saves._fixed, rank.saves._waits) == (3, False)
 
 
