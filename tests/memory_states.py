@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dlac_pipeline.checkpoint.memory import states
-from dlac_pipeline.checkpoint.memory.states import RankState, Trained
 from dlac_pipeline.checkpoint.restore.resume_point import FreshStart, FromMemory, ResumePoint
+from dlac_pipeline.memory_states import states
+from dlac_pipeline.memory_states.states import RankState, Trained
 from dlac_pipeline.spec.job_spec import JobSpec
 from tests.resume_points import memory_point
 from tests.small_records import small_spec

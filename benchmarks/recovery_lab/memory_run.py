@@ -20,10 +20,10 @@ from typing import Any
 from benchmarks.figures import Figure
 from benchmarks.recovery_lab.stamps import StampedRun
 from benchmarks.recovery_lab.training import PROGRAMS, RANKS
-from dlac_pipeline.checkpoint.memory.states import SLOTS, memory_folder, read_states
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
+from dlac_pipeline.memory_states.states import SLOTS, memory_folder, read_states
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.supervisor import Supervisor

@@ -15,7 +15,6 @@ import psutil
 from benchmarks.soak_faults.lab import Lab
 from benchmarks.soak_faults.store import full
 from benchmarks.soak_faults.trainee import Trainee
-from dlac_pipeline.checkpoint.memory.states import memory_folder
 from dlac_pipeline.checkpoint.store import folder_of
 from dlac_pipeline.extensions.chaos.strikes import (
     Struck,
@@ -27,6 +26,7 @@ from dlac_pipeline.extensions.chaos.strikes import (
     suspend,
 )
 from dlac_pipeline.lakehouse.errors import CatalogUnreachable
+from dlac_pipeline.memory_states.states import memory_folder
 
 AWAY_S = 8.0
 """Seconds for which catalog and store are unavailable."""

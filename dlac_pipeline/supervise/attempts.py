@@ -2,10 +2,10 @@
 
 from dlac_pipeline.elastic.round import Round
 from dlac_pipeline.lakehouse.ledger.commits import new_nonce
+from dlac_pipeline.memory_states.fetch import NodeMemory
 from dlac_pipeline.supervise.attempt import SupervisedAttempt
 from dlac_pipeline.supervise.failure import Failure
 from dlac_pipeline.supervise.follower_attempt import FollowerAttempt
-from dlac_pipeline.supervise.memory.node_memory import NodeMemory
 from dlac_pipeline.supervise.ranks.node_part import NodePart
 from dlac_pipeline.supervise.ranks.rank_starter import RankStarter
 from dlac_pipeline.supervise.ranks.run_events import RunEvents

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from dlac_pipeline.audit.audit import audit_run
-from dlac_pipeline.checkpoint.memory.states import copied_step, memory_folder, read_states
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow
+from dlac_pipeline.memory_states.states import copied_step, memory_folder, read_states
 from dlac_pipeline.spec.job_spec import JobSpec
 from tests.conftest import wait_until
 from tests.launched_nodes import leader_of

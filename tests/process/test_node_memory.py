@@ -15,16 +15,15 @@ from typing import Any
 
 import pytest
 
-from dlac_pipeline.checkpoint.memory import states, transfer
-from dlac_pipeline.checkpoint.memory.states import Part
-from dlac_pipeline.checkpoint.memory.transfer import Address, Connection, TransferRefused, key_of
 from dlac_pipeline.checkpoint.restore.resume_point import ResumePoint, resume_point_of
 from dlac_pipeline.elastic.rank_assignment import Member, Offer, RoundPlan
 from dlac_pipeline.elastic.round import Round
-from dlac_pipeline.supervise.memory import buddy, node_memory, server
-from dlac_pipeline.supervise.memory.buddy import BuddyCopies
-from dlac_pipeline.supervise.memory.node_memory import NodeMemory
-from dlac_pipeline.supervise.memory.server import MemoryServer, WriteTurn
+from dlac_pipeline.memory_states import buddy, server, states, transfer
+from dlac_pipeline.memory_states.buddy import BuddyCopies
+from dlac_pipeline.memory_states.fetch import NodeMemory
+from dlac_pipeline.memory_states.server import MemoryServer, WriteTurn
+from dlac_pipeline.memory_states.states import Part
+from dlac_pipeline.memory_states.transfer import Address, Connection, TransferRefused, key_of
 from tests.conftest import wait_until
 from tests.memory_states import HERE, OWN, folder_in, fresh_start, keep, part_of, point_of, spec_of
 
@@ -480,7 +479,7 @@ def test_node_without_memory_takes_no_state(tmp_path: Path, lacks: str, monkeypa
 
 def test_slow_fetch_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks have less time than to start, and read a checkpoint then."""
-    monkeypatch.setattr(node_memory, "FETCH_SHARE", 0.0)
+    monkeypatch.setattr("dlac_pipeline.memory_states.fetch.FETCH_SHARE", 0.0)
     with nodes(tmp_path, 2) as found:
         for rank, folder in enumerate(found.folders):
             keep(folder, part_of(rank, world_size=2))

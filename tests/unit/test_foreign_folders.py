@@ -11,9 +11,6 @@ from pathlib import Path
 import pytest
 
 from dlac_pipeline.checkpoint.commit.local_copies import LocalCopies
-from dlac_pipeline.checkpoint.memory import states
-from dlac_pipeline.checkpoint.memory.memory_file import MemoryFile
-from dlac_pipeline.checkpoint.memory.states import MemoryState
 from dlac_pipeline.checkpoint.store import Tiers
 from dlac_pipeline.elastic.rank_assignment import Member, Offer, RoundPlan
 from dlac_pipeline.elastic.round import Round
@@ -22,9 +19,12 @@ from dlac_pipeline.extensions.replay.replay import PREFIX, remove_left_overs
 from dlac_pipeline.lakehouse.errors import StoreUnavailable
 from dlac_pipeline.lakehouse.own_folders import open_own, remove_own
 from dlac_pipeline.lakehouse.store_files import StoreFiles
-from dlac_pipeline.supervise.memory.memory_choice import states_here
-from dlac_pipeline.supervise.memory.node_memory import NodeMemory
-from dlac_pipeline.supervise.memory.server import home_of
+from dlac_pipeline.memory_states import states
+from dlac_pipeline.memory_states.choose import states_here
+from dlac_pipeline.memory_states.fetch import NodeMemory
+from dlac_pipeline.memory_states.memory_file import MemoryFile
+from dlac_pipeline.memory_states.server import home_of
+from dlac_pipeline.memory_states.states import MemoryState
 from dlac_pipeline.supervise.ranks.rank_logs import cut_middle
 from dlac_pipeline.supervise.ranks.start_ranks import forget_launches
 from tests.memory_states import fresh_start, keep, part_of, spec_of

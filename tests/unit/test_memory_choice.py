@@ -14,14 +14,14 @@ from unittest.mock import Mock
 
 import pytest
 
-from dlac_pipeline.checkpoint.memory import states
-from dlac_pipeline.checkpoint.memory.states import MemoryState, Part, RankState, Trained
 from dlac_pipeline.extensions.replay import rehearse
 from dlac_pipeline.lakehouse.ledger.run_rows import Fence, trained_by
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow, LedgerRow
+from dlac_pipeline.memory_states import states
+from dlac_pipeline.memory_states.choose import MemoryChoice, may_resume
+from dlac_pipeline.memory_states.states import MemoryState, Part, RankState, Trained
 from dlac_pipeline.supervise.claims import attempts_without_progress
 from dlac_pipeline.supervise.liveness.heartbeat import HeartbeatFile, Phase, Spent, may_have_died_loading
-from dlac_pipeline.supervise.memory.memory_choice import MemoryChoice, may_resume
 from dlac_pipeline.supervise.ranks.rank_events import EventWriter
 from dlac_pipeline.train.checkpoint_policy import CheckpointPolicy
 from tests.memory_states import STATE, trained

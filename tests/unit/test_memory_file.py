@@ -9,7 +9,7 @@ from threading import Thread
 import pytest
 import torch
 
-from dlac_pipeline.checkpoint.memory.memory_file import MemoryFile, is_tmpfs
+from dlac_pipeline.memory_states.memory_file import MemoryFile, is_tmpfs
 
 _MAPS = Path("/proc/self/maps")
 

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from dlac_pipeline.checkpoint.engines import TorchState
-from dlac_pipeline.checkpoint.memory import states
-from dlac_pipeline.checkpoint.memory.memory_file import MemoryFile
 from dlac_pipeline.checkpoint.restore.resume_point import FreshStart
 from dlac_pipeline.checkpoint.step_sync import RankReport, StepSync
 from dlac_pipeline.elastic.ranks.rank import LAUNCH_VARIABLE
 from dlac_pipeline.lakehouse.errors import MemoryStateLost
-from dlac_pipeline.train.memory_saves import MOST_OVERHEAD, MemorySaves, _bytes_of_state
+from dlac_pipeline.memory_states import states
+from dlac_pipeline.memory_states.memory_file import MemoryFile
+from dlac_pipeline.memory_states.save import MOST_OVERHEAD, MemorySaves, _bytes_of_state
 from dlac_pipeline.train.restored_state import _losing, read_memory
 from tests.memory_states import OWN, keep, part_of, spec_of
 from tests.resume_points import memory_point
@@ -97,7 +97,7 @@ def test_two_costs_set_the_pace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """States are saved in each step until two have shown their cost. The lower one counts, as a machine has slow moments."""
     saves = saves_of(tmp_path, monkeypatch)
     moments = iter(range(100))
-    monkeypatch.setattr("dlac_pipeline.train.memory_saves.time.monotonic", lambda: float(next(moments)))
+    monkeypatch.setattr("dlac_pipeline.memory_states.save.time.monotonic", lambda: float(next(moments)))
     for number, cost_s in enumerate((5, 7, 1, 9)):
         assert saves.is_due(4 + number)
         saves.step_done()
@@ -113,7 +113,7 @@ def test_two_costs_set_the_pace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_work_of_script_is_no_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a script does between its step and the request for a batch, as an evaluation, belongs to the step's time."""
     saves, now = saves_of(tmp_path, monkeypatch), [0.0]
-    monkeypatch.setattr("dlac_pipeline.train.memory_saves.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("dlac_pipeline.memory_states.save.time.monotonic", lambda: now[0])
     engine = _Engine()
 
     def take_a_second(*arguments: Any) -> None:

@@ -15,11 +15,11 @@ import torch
 
 from dlac_pipeline.checkpoint.collectives import RankTree
 from dlac_pipeline.checkpoint.engines import TorchState
-from dlac_pipeline.checkpoint.memory import states
 from dlac_pipeline.checkpoint.step_sync import RankReport, StepSync
 from dlac_pipeline.elastic.ranks.rank import LAUNCH_VARIABLE
+from dlac_pipeline.memory_states import states
+from dlac_pipeline.memory_states.save import MemorySaves
 from dlac_pipeline.track.tracker import ReaderStateTracker
-from dlac_pipeline.train.memory_saves import MemorySaves
 from tests.memory_states import fresh_start, spec_of
 
 SYNC = StepSync(step=1, losses=[0.5], memory_copied=True)

@@ -13,7 +13,6 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from dlac_pipeline.checkpoint.memory import states
 from dlac_pipeline.checkpoint.store import tiers_of
 from dlac_pipeline.elastic.ranks.addresses import LOOPBACK, free_port
 from dlac_pipeline.elastic.sealed_store import KEY_VARIABLE
@@ -24,6 +23,7 @@ from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.masking import mask_secrets
 from dlac_pipeline.lakehouse.own_folders import remove_own
 from dlac_pipeline.lakehouse.store_files import is_local, path_at
+from dlac_pipeline.memory_states import states
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
 
 _PORTS = {"http": 80, "thrift": 9083, "postgresql": 5432, "postgresql+psycopg2": 5432, "postgresql+psycopg": 5432}

@@ -6,7 +6,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from dlac_pipeline.checkpoint.commit.retention import Retention
-from dlac_pipeline.checkpoint.memory.states import forget_states, memory_folder
 from dlac_pipeline.checkpoint.restore.conversion import discard_conversion
 from dlac_pipeline.checkpoint.store import attempt_of, folder_name_of, tiers_of
 from dlac_pipeline.lakehouse.errors import NoSuchJobSpec
@@ -15,6 +14,7 @@ from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, fence_of_rows
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow, LedgerRow, RewindRow
 from dlac_pipeline.lakehouse.store_files import below
+from dlac_pipeline.memory_states.states import forget_states, memory_folder
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.claims import spec_of_attempt, trained_attempts
 

@@ -9,10 +9,10 @@ from dlac_pipeline.checkpoint.store import Tiers
 from dlac_pipeline.lakehouse.ledger.commits import Attempt, claim
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import Fence
+from dlac_pipeline.memory_states.choose import ClaimedState, MemoryChoice
 from dlac_pipeline.plan.legs.committed_leg import planned
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.liveness.heartbeat import may_have_died_loading
-from dlac_pipeline.supervise.memory.memory_choice import ClaimedState, MemoryChoice
 from dlac_pipeline.supervise.start.request import ClaimRequest
 from dlac_pipeline.supervise.start.resolve import Resolved
 

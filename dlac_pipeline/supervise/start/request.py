@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dlac_pipeline.checkpoint.memory.states import MemoryState
 from dlac_pipeline.lakehouse.ledger.commits import new_nonce
 from dlac_pipeline.lakehouse.ledger.plans import PlanRow
+from dlac_pipeline.memory_states.choose import FindStates, states_here
+from dlac_pipeline.memory_states.states import MemoryState
 from dlac_pipeline.plan.legs.leg import Unreadable
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.supervise.memory.memory_choice import FindStates, states_here
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,9 +17,6 @@ from torch.nn import Module
 
 from dlac_pipeline.checkpoint.engines import Engine, TrainerFiles
 from dlac_pipeline.checkpoint.manager import CheckpointManager
-from dlac_pipeline.checkpoint.memory import states
-from dlac_pipeline.checkpoint.memory.memory_file import MemoryFile, is_tmpfs
-from dlac_pipeline.checkpoint.memory.states import MemoryState
 from dlac_pipeline.checkpoint.restore.resume_point import FromMemory, ResumePoint
 from dlac_pipeline.checkpoint.rng import save_rng
 from dlac_pipeline.checkpoint.step_sync import RankReport, StepSync
@@ -27,6 +24,9 @@ from dlac_pipeline.elastic.ranks.communicator import Communicator
 from dlac_pipeline.elastic.ranks.rank import LAUNCH_VARIABLE
 from dlac_pipeline.lakehouse.errors import DlacError
 from dlac_pipeline.lakehouse.ledger.typed_rows import repeatable
+from dlac_pipeline.memory_states import states
+from dlac_pipeline.memory_states.memory_file import MemoryFile, is_tmpfs
+from dlac_pipeline.memory_states.states import MemoryState
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.track.tracker import ReaderStateTracker
 

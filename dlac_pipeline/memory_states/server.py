@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dlac_pipeline.checkpoint.memory import states
-from dlac_pipeline.checkpoint.memory.states import RankState
-from dlac_pipeline.checkpoint.memory.transfer import (
+from dlac_pipeline.memory_states import states
+from dlac_pipeline.memory_states.states import RankState
+from dlac_pipeline.memory_states.transfer import (
     Address,
     Connection,
     Guard,

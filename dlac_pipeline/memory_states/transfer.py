@@ -22,8 +22,8 @@ from typing import Any
 
 import msgpack
 
-from dlac_pipeline.checkpoint.memory import states
-from dlac_pipeline.checkpoint.memory.states import RankState
+from dlac_pipeline.memory_states import states
+from dlac_pipeline.memory_states.states import RankState
 
 Address = tuple[str, int]
 """Address and port at which a node serves its memory states."""

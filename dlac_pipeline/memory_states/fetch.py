@@ -10,9 +10,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
-from dlac_pipeline.checkpoint.memory import states
-from dlac_pipeline.checkpoint.memory.states import MemoryState, Part, RankState
-from dlac_pipeline.checkpoint.memory.transfer import (
+from dlac_pipeline.checkpoint.restore.resume_point import FromMemory, ResumePoint
+from dlac_pipeline.elastic.rank_assignment import Member, Share
+from dlac_pipeline.elastic.round import Round
+from dlac_pipeline.memory_states import states
+from dlac_pipeline.memory_states.buddy import BuddyCopies
+from dlac_pipeline.memory_states.server import FETCH, FETCH_SEALS, LIST, TIMEOUT_S, MemoryServer, WriteTurn
+from dlac_pipeline.memory_states.states import MemoryState, Part, RankState
+from dlac_pipeline.memory_states.transfer import (
     Address,
     Connection,
     Guard,
@@ -20,12 +25,7 @@ from dlac_pipeline.checkpoint.memory.transfer import (
     key_of,
     receive_parts,
 )
-from dlac_pipeline.checkpoint.restore.resume_point import FromMemory, ResumePoint
-from dlac_pipeline.elastic.rank_assignment import Member, Share
-from dlac_pipeline.elastic.round import Round
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.supervise.memory.buddy import BuddyCopies
-from dlac_pipeline.supervise.memory.server import FETCH, FETCH_SEALS, LIST, TIMEOUT_S, MemoryServer, WriteTurn
 
 _MOST_THREADS = 32
 FETCH_SHARE = 0.5

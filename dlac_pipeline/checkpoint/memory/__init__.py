@@ -1,1 +1,0 @@
-"""States in shared memory, from which a relaunch on the same node resumes without the store."""
