@@ -129,4 +129,7 @@ ResumePoint: TypeAlias = FreshStart | FromCheckpoint | FromMemory
 def resume_point_of(record: dict[str, Any]) -> ResumePoint:
     """Return the resume point of a parsed record that `to_json` wrote."""
     kinds: dict[str, type[ResumePoint]] = {each.__name__: each for each in (FreshStart, FromCheckpoint, FromMemory)}
-    return kinds[record["kind"]](**{name: value for name, value in record.items() if name != "kind"})
+    facts = {name: value for name, value in record.items() if name != "kind"}
+    if "sources" in facts:  # JSON has no tuples
+        facts["sources"] = [(host, port, ranks) for host, port, ranks in facts["sources"]]
+    return kinds[record["kind"]](**facts)
