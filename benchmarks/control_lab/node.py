@@ -25,7 +25,7 @@ from typing import Any
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's __init__ does not re-export by name
 
 from benchmarks.control_lab.stub_starter import StubStarter
-from dlac_pipeline.elastic import endpoint, heartbeat
+from dlac_pipeline.elastic import endpoint, rank_assignment
 from dlac_pipeline.elastic.preload import end_with_parent
 from dlac_pipeline.elastic.rank_assignment import LastCall
 from dlac_pipeline.spec.job_spec import JobSpec
@@ -106,7 +106,7 @@ def run_node(number: int, spec: JobSpec, record: bytes, asked: int, reports: int
         end_with_parent(signal.SIGKILL)
         _redirect(log)
         vars(endpoint)["TCPStore"] = CountedStore  # the client's side: the server is another process
-        vars(heartbeat)["LastCall"] = AllAtFirst
+        vars(rank_assignment)["LastCall"] = AllAtFirst
         port = int(spec.launch.rendezvous.rpartition(":")[2])
 
         def report(message: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ class ArrowFooter:
 
     def bytes_of(self, unit: int) -> int:
         """Return a size."""
-        return self.rows[unit] * 8
+        return int(self.rows[unit]) * 8
 
     def bounds(self, unit: int, column: str, wanted: pa.DataType) -> None:
         """Return None: no statistics are known."""
