@@ -41,11 +41,10 @@ _LEAST_SURVIVORS = 4
 _RUN = "control-plane"
 _SETTINGS = {
     "nproc_per_node": 1,
-    "verify_together_mb": 0,
     "attempts_without_progress": 1_000_000,
     "deaths_at_same_rows": 0,
 }
-"""Other settings are the defaults. All nodes verify, although the checkpoint is small. The nodes commit nothing."""
+"""Other settings are the defaults. The nodes commit nothing."""
 
 
 def main() -> None:

@@ -80,7 +80,6 @@ def job(campaign: Arena, run: str, **changes: Any) -> JobSpec:
         "gather_timeout_s": 60,
         "last_call_s": 1,
         "node_timeout_s": 6,
-        "verify_together_mb": 0,
         "noise": 0,
         "passes": 1,
         "pause_s": 0.15,

@@ -39,7 +39,7 @@ class StubStarter(RankStarter):
         ranks = range(share.first_rank, share.first_rank + share.ranks)
         start = partial(self._start_stubs, ranks, folder)
         processes = RankProcesses(ranks, start, abort=lambda: None, why_unknown=lambda: None, patience_s=60.0)
-        return RankGroup(folder, processes, log_mb=0)
+        return RankGroup(folder, processes)
 
     def _start_stubs(self, ranks: range, folder: Path, processes: RankProcesses) -> Processes:
         stubs: dict[int, Any] = {rank: _Stub(folder, rank, self._record) for rank in ranks}

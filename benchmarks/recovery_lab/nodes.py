@@ -169,7 +169,6 @@ class NodesRun:
                 "node_timeout_s": _NODE_TIMEOUT_S,
                 "last_call_s": 1,
                 "gather_timeout_s": 120,
-                "verify_together_mb": 0,
                 "preload": ["dlac_pipeline.checkpoint.engines.distributed_state", "torch.distributed.fsdp"],
             },
             "params": {"stamps": str(self.stamps), "hidden": "1024", "layers": "1", "sharded": "False"},

@@ -31,6 +31,9 @@ from dlac_pipeline.lakehouse.ledger.typed_rows import repeatable
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.track.tracker import ReaderStateTracker
 
+_LOCAL_COPIES = 2
+"""Newest checkpoints whose copies stay on the node if the store is another place: the head, and one for a damaged head."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Committed:
@@ -108,7 +111,7 @@ class CheckpointManager:
         self._tiers = tiers_of(spec)
         self._committer = Committer(trained, spec, lakehouse, self._tiers)
         """Works at the coordinator."""
-        keep = min(settings.local_keep, settings.keep_last or settings.local_keep)
+        keep = min(_LOCAL_COPIES, settings.keep_last or _LOCAL_COPIES)
         self._copies = LocalCopies(self._tiers, keep=keep, evicts=evicts, resumed_from=trained.parent_folder)
         self._memory = CopyMemory()
         self._pending: Future[Committed] | None = None

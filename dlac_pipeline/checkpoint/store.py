@@ -17,6 +17,8 @@ from dlac_pipeline.lakehouse.store_files import StoreFiles, below, is_local, mak
 from dlac_pipeline.spec.job_spec import JobSpec
 
 MANIFEST = "manifest.json"
+DEADLINE_S = 120.0
+"""Seconds for which a failed request to the store is retried: longer than the failover of an object store."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,9 +79,8 @@ def tiers_of(spec: JobSpec) -> Tiers:
     """Return the places of the checkpoints of a resolved spec."""
     settings = spec.checkpoint
     check_properties(settings.store_properties)
-    files = StoreFiles(
-        {**configured(spec.lakehouse).properties, **settings.store_properties}, deadline_s=settings.store_deadline_s
-    )
+    properties = {**configured(spec.lakehouse).properties, **settings.store_properties}
+    files = StoreFiles(properties, deadline_s=DEADLINE_S)
     local, store = Path(settings.local), _address(settings.store)
     return Tiers(run=spec.run, local=local, store=None if store == local.resolve().as_uri() else store, files=files)
 

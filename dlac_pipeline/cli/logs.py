@@ -48,7 +48,7 @@ def logs(
 ) -> None:
     """Print the output of the ranks that is on this node. With several ranks, each line begins with its rank.
 
-    A log is bounded by launch.log_mb. Logs of the newest 50 attempts are kept.
+    A log has at most 8 MiB. Logs of the newest 50 attempts are kept.
     """
     ledger = ledger_of(spec, home)
     rows = ledger.head_rows(run)

@@ -262,13 +262,9 @@ class CheckpointSpec(spec_problems.Section):
     folder."""
     store_properties: dict[str, str] = Field(default_factory=dict)
     """pyiceberg properties of the store, such as s3.endpoint, in addition to those of the lakehouse."""
-    store_deadline_s: float = Field(default=120.0, ge=0, le=spec_problems.LONGEST_WAIT_S)
-    """Seconds for which a failed request to the store is retried."""
     local: str = ""
     """Local folder in which ranks make checkpoints before they are copied to the store, and keep their logs. Empty: the store if
     it is a folder, or checkpoints/ in the home folder."""
-    local_keep: int = Field(default=2, ge=1, le=1_000_000)
-    """Newest checkpoints whose copies stay in `local`, for a quick restart, if the store is another place. At most keep_last."""
     interval: Literal["fixed", "auto"] = "fixed"
     """"fixed": every_steps and every_s decide. "auto": the interval of least cost, from measured costs and failures, within
     recovery_point_s."""

@@ -61,9 +61,6 @@ class LaunchSpec(Section):
     """Seconds to wait for more nodes once the least number has joined."""
     node_timeout_s: int = Field(default=10, ge=3, le=LONGEST_WAIT_S)
     """Seconds without a heartbeat of a node after which it is lost."""
-    verify_together_mb: int = Field(default=1024, ge=0, le=2**30)
-    """With several nodes: size (MiB) from which all nodes verify a checkpoint before the run resumes from it, each its part, if
-    they share its folder. The leader verifies smaller checkpoints."""
     start: Literal["fork", "spawn"] = "fork"
     """"fork": ranks are forked from a process that has imported their libraries, so that restarts are fast. "spawn": each rank is
     a new Python process."""
@@ -90,9 +87,6 @@ class LaunchSpec(Section):
     """Headers of the requests to termination_url, such as a token."""
     termination_match: str = ""
     """Text in a notice, if the URL always answers 200. Empty: any 200 is one."""
-    log_mb: int = Field(default=8, ge=0, le=1_000_000)
-    """Largest log of a rank in one attempt (MiB). Of a longer log the first quarter and at least the last quarter of this size
-    are kept. 0: no bound."""
     hang_timeout_s: Timeout = 600.0
     """Seconds without progress of a rank after which the attempt ends and the ranks restart. Of replica groups only the hung one
     is killed and started again."""

@@ -38,19 +38,16 @@ def parts_of(entries: Sequence[manifests.FileEntry], nodes: int) -> list[list[ma
 class NodeVerifiers:
     """Distributed verification on the leader."""
 
-    def __init__(self, round_: Round, *, least_bytes: int) -> None:
-        """Checkpoints smaller than `least_bytes` are verified by the leader alone, because messages would take longer."""
+    def __init__(self, round_: Round) -> None:
         self._round = round_
-        self._least_bytes = least_bytes
         self._request_number = 0
 
     def verify(self, row: CheckpointRow, manifest: manifests.Manifest, files: StoreFiles, done: manifests.Done) -> None:
         """Verify as `verify_here` does, with the help of the other nodes. An exception of `done` ends the verification."""
-        total = sum(entry.bytes for entry in manifest.files)
-        if not self._round.others or total < self._least_bytes:
+        if not self._round.others:
             verify_here(row, manifest, files, done)
             return
-        uri = row.manifest_uri
+        uri, total = row.manifest_uri, sum(entry.bytes for entry in manifest.files)
         parts = parts_of(manifest.files, 1 + len(self._round.others))
         read_bytes = dict.fromkeys(range(len(parts)), 0)
 

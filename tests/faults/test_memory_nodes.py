@@ -152,7 +152,6 @@ def nodes(campaign: Arena) -> Iterator[Callable[..., Nodes]]:
                 "gather_timeout_s": 60,
                 "last_call_s": 1,
                 "node_timeout_s": 3,
-                "verify_together_mb": 0,
                 "memory": home,
                 "memory_every_steps": 1,
                 "every_steps": 25,

@@ -82,7 +82,7 @@ def recorded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         "run": RUN,
         "source": {"table": "src.t", "columns": ["row_id", "x"]},
         "order": {"batch_size": 8, "key_groups": 2},
-        "checkpoint": {"every_steps": 2, "keep_last": 1, "local_keep": 1, **store},
+        "checkpoint": {"every_steps": 2, "keep_last": 1, **store},
         "launch": {"script": str(PROGRAMS / "train_with_power_cut.py")},
     }
     path = folder / "job.yaml"

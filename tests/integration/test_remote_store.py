@@ -12,6 +12,7 @@ import torch
 
 import dlac_pipeline as dlac
 from dlac_pipeline.audit.audit import audit_run
+from dlac_pipeline.checkpoint import store as checkpoint_store
 from dlac_pipeline.checkpoint.listing import list_checkpoints, verify_checkpoints
 from dlac_pipeline.checkpoint.restore.verified_copy import restore
 from dlac_pipeline.checkpoint.store import tiers_of
@@ -120,7 +121,8 @@ def test_a_network_that_is_cut_is_waited_for(arena: Arena, store: ObjectStore, n
 @pytest.mark.parametrize("mode", ["synchronous", pytest.param("asynchronous", marks=pytest.mark.soak)])
 def test_dead_store_ends_run_at_checkpoint(arena: Arena, store: ObjectStore, network: Network, mode: str) -> None:
     """After the deadline the run ends with a status that names the address. With the store back it resumes exactly."""
-    spec = remote(arena, store, network.url, mode=mode, store_deadline_s=2.0)
+    spec = remote(arena, store, network.url, mode=mode)
+    arena.monkeypatch.setattr(checkpoint_store, "DEADLINE_S", 2.0)
 
     def cut() -> None:
         wait_until(lambda: arena.head("r1") is not None, what="the first commit")
@@ -142,7 +144,7 @@ def test_dead_store_ends_run_at_checkpoint(arena: Arena, store: ObjectStore, net
 
 def test_missing_bucket_is_named_at_once(arena: Arena, store: ObjectStore) -> None:
     """A wrong address is not waited for, and nothing is claimed."""
-    spec = remote(arena, store, address="s3://elsewhere/checkpoints", store_deadline_s=3600.0)
+    spec = remote(arena, store, address="s3://elsewhere/checkpoints")
     with pytest.raises(StoreUnavailable, match="s3://elsewhere/checkpoints/r1"):
         arena.train(spec)
     assert arena.rows("r1") == []

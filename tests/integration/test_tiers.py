@@ -19,6 +19,7 @@ import yaml
 import dlac_pipeline
 from dlac_pipeline import DistributedState, TorchState
 from dlac_pipeline.audit.audit import audit_run
+from dlac_pipeline.checkpoint import store
 from dlac_pipeline.checkpoint.listing import list_checkpoints, verify_checkpoints
 from dlac_pipeline.checkpoint.restore.verified_copy import restore
 from dlac_pipeline.checkpoint.store import tiers_of
@@ -176,7 +177,7 @@ def test_full_store_fails_checkpoint_at_once(arena: Arena, spec: JobSpec) -> Non
 
 def test_retired_checkpoints_leave_both_places(arena: Arena, spec: JobSpec) -> None:
     """A checkpoint that is retired in the store has no copy here either, however many may be kept."""
-    kept = spec.model_copy(update={"checkpoint": spec.checkpoint.model_copy(update={"keep_last": 1, "local_keep": 3})})
+    kept = spec.model_copy(update={"checkpoint": spec.checkpoint.model_copy(update={"keep_last": 1})})
     arena.train(kept)
     both = [arena.home / "far", arena.home / "near"]
     wait_until(lambda: [steps(each) for each in both] == [[15], [15]], what="the removal of the retired")
@@ -187,7 +188,6 @@ def test_every_machine_has_a_verified_copy(arena: Arena, spec: JobSpec) -> None:
     """Two ranks on machines with folders of their own: each makes its part there; resumed, the second has all from the store."""
     machines, far = arena.home / "machines", arena.home / "far"
     path, raw = arena.home / "r1.yaml", spec.model_dump()
-    raw["checkpoint"]["local_keep"] = 3
 
     def launch(**params: str) -> str:
         params |= {"machines": str(machines), "journal": str(arena.home / "journal")}
@@ -201,11 +201,12 @@ def test_every_machine_has_a_verified_copy(arena: Arena, spec: JobSpec) -> None:
     names = {"manifest.json", "torch-state.pt", "rng-00000.pt", "rng-00001.pt"}
     assert {path.name for path in far.glob("r1/attempt-*/step-*/*")} == names
     assert {path.name for path in machines.glob("1/r1/attempt-*/step-*/*")} == {"rng-00001.pt"}
-    assert launch() == ""
+    assert "exitcode: 1" in " ".join(launch(dies_at="13").split())
     assert {path.name for path in machines.glob("1/r1/attempt-0001/step-*/*")} == names
+    assert launch() == ""
     assert steps(far) == [5, 10, 15]
     assert audit_run(arena.lakehouse, "r1").exact
-    assert [row.attempt for row in arena.lineage("r1")] == [1, 2, 2]
+    assert [row.attempt for row in arena.lineage("r1")] == [1, 2, 3]
 
 
 @pytest.mark.soak
@@ -227,9 +228,8 @@ def test_new_store_ignores_old_one(arena: Arena, spec: JobSpec) -> None:
     near = arena.home / "near"
     alone = spec.checkpoint.model_copy(update={"store": str(near), "local": str(near)})
     arena.train(spec.model_copy(update={"checkpoint": alone}), until=8)
-    fewer = spec.checkpoint.model_copy(update={"local_keep": 1})
-    arena.train(spec.model_copy(update={"checkpoint": fewer}))
-    assert steps(near) == [5, 15]
+    arena.train(spec)
+    assert steps(near) == [5, 10, 15]
     assert steps(arena.home / "far") == [10, 15]
     assert all(verdict.problem is None for verdict in verify_checkpoints(arena.lakehouse, "r1"))
 
@@ -278,7 +278,8 @@ def test_unmounted_store_takes_no_checkpoint(
         where = {"store": str(arena.home / "far"), "local": str(arena.home / "far")}
     else:
         where = {"store": str(arena.home / "far"), "local": str(arena.home / "near")}
-    changes = {**where, "mode": mode, "keep_last": 1, "store_deadline_s": 0.0}
+    changes = {**where, "mode": mode, "keep_last": 1}
+    arena.monkeypatch.setattr(store, "DEADLINE_S", 0.0)
     spec = spec.model_copy(update={"checkpoint": spec.checkpoint.model_copy(update=changes)})
     point, mounted = arena.home / ("near" if gone == "near" else "far"), arena.home / "mounted"
     path = arena.home / "r1.json.yaml"

@@ -86,14 +86,6 @@ def test_every_file_is_read_by_one_node(checkpoint: Checkpoint) -> None:
     assert progress[-1] == (checkpoint.bytes, checkpoint.bytes)
 
 
-def test_leader_reads_small_checkpoint(checkpoint: Checkpoint) -> None:
-    """The other nodes receive no request."""
-    reads = [Reads() for _ in range(NODES)]
-    with leader_with_followers(reads, least_bytes=checkpoint.bytes + 1) as leader:
-        leader.verify(checkpoint.row, checkpoint.manifest, reads[0], lambda *_: None)
-    assert [len(each.names) for each in reads] == [len(checkpoint.names), 0, 0]
-
-
 def test_damage_in_any_part_is_named(checkpoint: Checkpoint) -> None:
     """The leader reads a damaged file itself before it reports the damage."""
     for name in checkpoint.names:
@@ -155,7 +147,7 @@ def test_leader_stops_waiting_on_request(checkpoint: Checkpoint) -> None:
 
 @contextmanager
 def leader_with_followers(
-    reads: list[Reads], *, least_bytes: int = 0, silent: int | None = None, proves: bool = True
+    reads: list[Reads], *, silent: int | None = None, proves: bool = True
 ) -> Iterator[NodeVerifiers]:
     """Yield the verifiers of a leader, with followers that answer its requests. The node `silent` sends no more messages."""
     ends = threading.Event()
@@ -177,7 +169,7 @@ def leader_with_followers(
         for thread in followers:
             thread.start()
         try:
-            yield NodeVerifiers(nodes[0], least_bytes=least_bytes)
+            yield NodeVerifiers(nodes[0])
         finally:
             ends.set()
             for thread in followers:

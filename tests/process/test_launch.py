@@ -191,10 +191,11 @@ def test_long_log_is_read_at_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("start", STARTS)
-def test_log_of_rank_is_bounded(tmp_path: Path, start: str) -> None:
+def test_log_of_rank_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: str) -> None:
     """Its last lines stay, and so does the record of its exception, whether the rank was forked or spawned."""
+    monkeypatch.setattr(local_ranks, "MOST_LOG_BYTES", 2**20)
     script = "import os\nfor _ in range(300):\n    os.write(1, b'x' * 10**5 + b'\\n')\nraise ValueError('the end')"
-    with run_ranks(spec_of(tmp_path, script, start=start, log_mb=1), tmp_path) as ranks:
+    with run_ranks(spec_of(tmp_path, script, start=start), tmp_path) as ranks:
         wait_until(ranks.all_exited, what="the rank's end")
         (failure,) = ranks.failures()
     assert (failure.kind, failure.origin) == ("ValueError", "script")

@@ -34,7 +34,7 @@ class SpareRanks(RankGroup):
 
     def __init__(self, start: RankStart) -> None:
         processes = start.in_background(partial(start.start_ranks, start.share))
-        super().__init__(start.folder, processes, log_mb=0)
+        super().__init__(start.folder, processes)
         self._start = start
 
     def failures(self) -> list[Exit]:

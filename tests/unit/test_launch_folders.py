@@ -36,7 +36,6 @@ def test_nodes_keep_each_others_folders(tmp_path: Path, monkeypatch: pytest.Monk
     count = 4
     spec, nodes = Mock(), Mock(share=Mock(first_rank=0, ranks=0, nodes=count))
     spec.model_dump_json.return_value = "{}"
-    spec.launch.log_mb = 0
     (tmp_path / "r").mkdir()
     made = [tmp_path / "r" / f"launch-{number:04}" for number in range(count)]
     for folder in made:

@@ -62,7 +62,7 @@ class ReplicaRanks(RankGroup):
         server_log: Path | None = None,
     ) -> None:
         """`restart` starts the processes of a group again."""
-        super().__init__(folder, processes, log_mb=launch.log_mb, server_log=server_log)
+        super().__init__(folder, processes, server_log=server_log)
         self.lighthouse = lighthouse
         self._restart = restart
         self._groups, self._size = range(launch.replicas), launch.ranks_per_replica

@@ -19,7 +19,7 @@ from dlac_pipeline.elastic.ranks.script_errors import Origin
 from dlac_pipeline.lakehouse.errors import TrainingFailed
 from dlac_pipeline.lakehouse.masking import mask_secrets
 from dlac_pipeline.supervise.liveness.heartbeat import Phase, RankHeartbeat, read_heartbeat
-from dlac_pipeline.supervise.ranks.rank_logs import LogBound
+from dlac_pipeline.supervise.ranks.rank_logs import MOST_LOG_BYTES, LogBound
 
 if TYPE_CHECKING:
     from dlac_pipeline.lakehouse.ledger.recoveries import Recovery
@@ -95,18 +95,15 @@ class RankGroup:
     rows_of_dead = 0
     """Rows that ranks had worked on whose processes were replaced in this attempt."""
 
-    def __init__(self, folder: Path, processes: RankProcesses, *, log_mb: int, server_log: Path | None = None) -> None:
-        """Watch the ranks and their logs. `log_mb` is the largest size of a rank's log (MiB), 0 for no bound.
-
-        `server_log` is the output of the process that forks them, if one does.
-        """
+    def __init__(self, folder: Path, processes: RankProcesses, *, server_log: Path | None = None) -> None:
+        """Watch the ranks and their logs. `server_log` is the output of the process that forks them, if one does."""
         self.folder = folder
         self.ranks = processes.ranks
         self.processes = processes
         self.started_at = time.time()
         self._server_log = server_log
         self._server_log_start = server_log.stat().st_size if server_log and server_log.exists() else 0
-        self._logs = LogBound({rank: log_file(folder, rank) for rank in self.ranks}, log_mb * 2**20)
+        self._logs = LogBound({rank: log_file(folder, rank) for rank in self.ranks}, MOST_LOG_BYTES)
 
     def heartbeats(self) -> list[RankHeartbeat | None]:
         """Return the last heartbeat of each rank, in rank order."""

@@ -10,12 +10,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
+MOST_LOG_BYTES = 8 * 2**20
+"""Bound on the log of a rank in one attempt. Larger logs belong in files of the script."""
 _LOOK_EVERY_S = 0.1
 _QUIET_S = 1.0
 """Seconds between two checks while no log grows."""
 _COLLAPSE_RANGE = 0x08
 _BLOCK_BYTES = 4096
-_LEFT_OUT = "[... {} bytes of this log were left out here, see launch.log_mb ...]"
+_LEFT_OUT = "[... {} bytes of this log were left out here, the limit is 8 MiB ...]"
 _MARK_BYTES = 128
 _READ_BYTES = 2**20
 _SEARCHED_BYTES = 64 * 2**20
@@ -31,16 +33,14 @@ class LogBound:
     """
 
     def __init__(self, logs: Mapping[int, Path], max_bytes: int) -> None:
-        """Watch logs by rank, from now until `close`. With `max_bytes` = 0 they have no bound."""
+        """Watch logs by rank, from now until `close`."""
         self._logs = dict(logs)
         self._max_bytes = max_bytes
         self._left_out_bytes = dict.fromkeys(logs, 0)
         self._sizes: dict[int, int] = {}
         self._closed = threading.Event()
-        self._thread: threading.Thread | None = None
-        if max_bytes:
-            self._thread = threading.Thread(target=self._watch, name="log bound", daemon=True)
-            self._thread.start()
+        self._thread: threading.Thread | None = threading.Thread(target=self._watch, name="log bound", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
         """Check the logs a last time and stop. A second call does nothing."""
@@ -127,7 +127,7 @@ class LogReader:
                 self._at = 0 if self._lines is None else _start_of_last(stream, size, self._lines)
             if size < self._at:
                 self._at, self._rest = size, b""
-                yield "[... some lines were removed from this log, see launch.log_mb ...]"
+                yield "[... some lines were removed from this log, the limit is 8 MiB ...]"
             stream.seek(self._at)
             while raw := stream.read(min(_READ_BYTES, size - self._at)):
                 self._at += len(raw)

@@ -48,7 +48,7 @@ class RankStarter:
             return healing.start(RankStart(self, healing.prepare(spec), folder, share))
         start = RankStart(self, spec, folder, share)
         processes = start.in_background(partial(start.start_ranks, share))
-        return RankGroup(folder, processes, log_mb=spec.launch.log_mb, server_log=start.server_log)
+        return RankGroup(folder, processes, server_log=start.server_log)
 
     def import_agent(self) -> None:
         """Let this process import PyTorch now, because the run is claimed."""

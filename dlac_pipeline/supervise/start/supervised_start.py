@@ -39,7 +39,7 @@ class SupervisedStart:
             part.spec,
             replace(request, launch_folder=str(part.folder), find_states=found.read),
             verifying=verifying,
-            verify=NodeVerifiers(part.round, least_bytes=part.spec.launch.verify_together_mb * 2**20).verify,
+            verify=NodeVerifiers(part.round).verify,
             stop=supervision.stops.stop,
             on_claim=part.starter.import_agent,
         )
