@@ -171,7 +171,7 @@ def job(home: Path, kind: Kind, *, shuffle: bool, threads: int = 2) -> JobSpec:
     """Return the job of one rank that only reads the table, repeatedly."""
     order = {"batch_size": kind.batch_size, "key_groups": kind.key_groups, "shuffle": shuffle}
     order["block_slices"] = kind.block_slices
-    text = {"length": T, "column": "tokens", "tokenizer": str(home / "tokenizer.json"), "end_id": 0}
+    text = {"length": T, "column": "tokens", "tokenizer": str(home / "tokenizer.json"), "end_token": 0}
     return parse_spec(
         {
             "run": f"{kind.name}-{shuffle}",

@@ -7,7 +7,7 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import UnionType
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt
 from pydantic import BaseModel
@@ -68,7 +68,7 @@ _VALUES: dict[str, list[Any]] = {
     "source.on_reject": ["x", 5],
     "source.on_unreadable": ["x"],
     "source.on_overwrite": ["x"],
-    "source.snapshot_id": [-5, 12345, "latest", 2**70, 1.5],
+    "source.version": [-5, 12345, "latest", 2**70, 1.5],
     "source.name": [5, ["a"]],
     "mixture": [5, [5], [{}], [{"table": "src.t"}]],
     "sequences.tokenizer": ["nope.json", "/", 5],
@@ -138,7 +138,8 @@ def _of_model(model: type[BaseModel], place: str = "") -> Iterator[tuple[str, An
     """Yield each setting of a section with values of other types, beyond its bounds, and with NUL."""
     for name, field in model.model_fields.items():
         union = typing.get_origin(field.annotation) in (typing.Union, UnionType)
-        kind = typing.get_args(field.annotation)[0] if union else field.annotation
+        kinds = typing.get_args(field.annotation) if union else (field.annotation,)
+        kind = kinds[0] if typing.get_origin(kinds[0]) is not Annotated and str not in kinds[1:] else int | str
         values = _wrong_values(kind, bounds_of(field))
         is_data = name in ("row_filter", "exclude", "params")  # NUL may be part of a text to compare
         yield from ((f"{place}{name}", value) for value in values if not (is_data and r"\x00" in repr(value)))
@@ -149,6 +150,8 @@ def _of_model(model: type[BaseModel], place: str = "") -> Iterator[tuple[str, An
 def _wrong_values(kind: Any, bounds: Mapping[type, float]) -> list[Any]:
     """Return values that no setting of a type takes."""
     origin = typing.get_origin(kind) or kind
+    if origin is UnionType:
+        return [_INF, _HUGE, [1], True, {"x": 1}, 1.5, "a\0b"]
     if origin is Literal:
         return ["nope", 5, ["x"], {"x": "x"}, *([""] if "" not in typing.get_args(kind) else [])]
     if origin in (int, float):

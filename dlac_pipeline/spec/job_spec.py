@@ -57,18 +57,13 @@ class SourceSpec(spec_problems.Section):
     format: str = ICEBERG
     """Format of the table: "iceberg", "delta", "hudi", or another entry point of dlac.sources. The table is read in place."""
     table: str
-    """The table to train from, as namespace.table. Of other formats: its location, a folder or s3://bucket/path."""
-    version: int | None = Field(default=None, ge=0, lt=2**63)
-    """Of other formats: version to pin, of Hudi an instant. Unset: the newest one when the plan is made."""
-    catalog: str = ""
-    """Catalog of the table, by its name in PyIceberg's configuration. Empty: the lakehouse's own. The table is then named
-    "catalog:namespace.table"."""
+    """The table to train from, as namespace.table, or catalog:namespace.table for a catalog of PyIceberg's configuration. Of
+    other formats: its location, a folder or s3://bucket/path."""
+    version: Annotated[int | str, spec_problems.name_or_number(-(2**63), 2**63 - 1)] | None = None
+    """Version of the table to pin: a snapshot id, or the name of a branch or tag. Of Delta: a number. Of Hudi: an instant. Unset:
+    the newest version when the plan is made."""
     name: str = ""
     """Name of the source in audits and messages. Empty: the table's."""
-    snapshot_id: int | None = Field(default=None, ge=-(2**63), lt=2**63)
-    """Snapshot to pin. Unset: the current snapshot when the plan is made."""
-    ref: str = ""
-    """Branch or tag of the table whose snapshot is pinned when the plan is made. Empty: main."""
     columns: list[str]
     """Columns that become tensors, in this order."""
     row_filter: str | None = None
@@ -130,35 +125,25 @@ class SourceSpec(spec_problems.Section):
         return table
 
     @model_validator(mode="after")
-    def _is_one_place(self) -> SourceSpec:
-        """Qualify the table with its catalog, and check that one snapshot is named. That of a version has its number."""
-        if self.format == ICEBERG and self.version is not None:
-            raise ValueError(f"expected the snapshot_id of an Iceberg table, found version {self.version}: name that")
-        if self.format != ICEBERG and (self.catalog or self.ref):
-            raise ValueError(
-                f'expected catalog and ref of Iceberg tables only, found format = "{self.format}": remove them'
-            )
-        if self.version is not None and self.snapshot_id not in (None, self.version):
-            raise ValueError(
-                f"expected one version, found {self.version} and snapshot_id {self.snapshot_id}: remove one"
-            )
-        if self.version is not None:
-            object.__setattr__(self, "snapshot_id", self.version)
-        named, separator, table = self.table.rpartition(":")
-        if self.catalog and separator and named != self.catalog:
-            raise ValueError(
-                f"expected one catalog, found {self.catalog!r} beside the table {self.table!r}: remove one"
-            )
-        if self.ref and self.snapshot_id is not None:
-            raise ValueError(f"expected ref or snapshot_id, found {self.ref!r} and {self.snapshot_id}: leave one out")
+    def _has_such_versions(self) -> SourceSpec:
+        if self.format != ICEBERG and (self.ref or (self.snapshot_id or 0) < 0):
+            raise ValueError(f'expected the number of a version with format = "{self.format}", found {self.version!r}')
         if self.ref and self.follow == "appends":
             raise ValueError(
-                f"expected a source that follows appends without a ref, found {self.ref!r}: only main can be followed; set "
-                'follow = "pinned", or leave ref out'
+                f"expected a source that follows appends without a branch or tag, found version {self.ref!r}: only main can be "
+                'followed; set follow = "pinned", or leave version out'
             )
-        if self.catalog:
-            object.__setattr__(self, "table", f"{self.catalog}:{table}")  # the model is frozen for everybody else
         return self
+
+    @property
+    def snapshot_id(self) -> int | None:
+        """The snapshot to pin, or None for that of `ref`."""
+        return self.version if isinstance(self.version, int) else None
+
+    @property
+    def ref(self) -> str:
+        """Branch or tag whose snapshot is pinned. Empty: main."""
+        return self.version if isinstance(self.version, str) else ""
 
     @field_validator("row_filter")
     @classmethod
@@ -233,14 +218,10 @@ class SequenceSpec(spec_problems.Section):
     """Column of text, or of lists of tokens, after the transform. Empty: the first column."""
     tokenizer: str = ""
     """For text: a tokenizer.json, beside the job file or from the working directory, or a transformers tokenizer by name."""
-    begin_token: str = ""
-    """Token to put before each document. Empty: none."""
-    end_token: str = ""
-    """Token to put after each document. Empty: none."""
-    begin_id: int | None = Field(default=None, ge=0, lt=2**31)
-    """Number of the token before each document."""
-    end_id: int | None = Field(default=None, ge=0, lt=2**31)
-    """Number of the token after each document."""
+    begin_token: Annotated[int | str, spec_problems.name_or_number(0, 2**31 - 1)] = ""
+    """Token to put before each document: its text, or its number. Empty: none."""
+    end_token: Annotated[int | str, spec_problems.name_or_number(0, 2**31 - 1)] = ""
+    """Token to put after each document: its text, or its number. Empty: none."""
     pad_id: int = Field(default=0, ge=0, lt=2**31)
     """Token that fills the last sequences of a run."""
 
@@ -454,7 +435,7 @@ class JobSpec(spec_problems.Section):
     @property
     def own_tables(self) -> tuple[str, ...]:
         """The source tables in the lakehouse's own catalog."""
-        return tuple(source.table for source in self.sources if source.format == ICEBERG and not source.catalog)
+        return tuple(source.table for source in self.sources if ":" not in source.table)
 
     def passes_of(self, source: SourceSpec) -> int:
         """Return the passes over a source. 0: without end."""

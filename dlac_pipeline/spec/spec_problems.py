@@ -11,7 +11,7 @@ from types import UnionType
 from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
@@ -68,10 +68,22 @@ class Section(BaseModel):
         return value
 
 
+def name_or_number(least: int, most: int) -> BeforeValidator:
+    """Return a check of a setting that is a name, or a whole number between `least` and `most`."""
+
+    def check(value: object) -> object:
+        is_whole = isinstance(value, int) and not isinstance(value, bool)
+        if isinstance(value, str) or (is_whole and least <= value <= most):
+            return value
+        raise ValueError(f"expected a name, or a number from {least} to {most}, found {value!r}")
+
+    return BeforeValidator(check)
+
+
 def holds_numbers(field: FieldInfo) -> bool:
-    """Return whether a field takes a number, or a list of numbers."""
+    """Return whether a field takes a number, or a list of numbers, and no text."""
     kinds = set(_kinds_of(field.annotation))
-    return bool(kinds & {int, float}) and bool not in kinds
+    return bool(kinds & {int, float}) and not kinds & {bool, str}
 
 
 def bounds_of(field: FieldInfo) -> dict[type, float]:

@@ -29,7 +29,7 @@ def test_settings_are_checked(datasets: Datasets, tmp_path: Path) -> None:
         ("found rank 2 of 2", lambda: datasets.open(rank=2, world_size=2)),
         ("found rank 0 of 3", lambda: datasets.open(rank=0, world_size=3)),
         ("beside end_token, found end_token '</s>' without one", lambda: datasets.open(end_token="</s>")),
-        ("beside begin_token, .*'<s>'.* as begin_id", lambda: datasets.open("packed", begin_token="<s>")),
+        ("beside begin_token, .*'<s>'.* the number of the token", lambda: datasets.open("packed", begin_token="<s>")),
         ('found "appends"', lambda: datasets.open(follow="appends")),
         ("of other names than 'dlac'", lambda: next(iter(datasets.open(transform="named")))),
     ]

@@ -242,7 +242,7 @@ def test_later_snapshot_starts_next_pass(arena: Arena) -> None:
     append(arena, 100, 60)
     later = arena.lakehouse.load("src.t").current_snapshot()
     assert later is not None
-    rest = arena.train(changed(arena.spec("r", **settings, snapshot_id=later.snapshot_id)))
+    rest = arena.train(changed(arena.spec("r", **settings, version=later.snapshot_id)))
     total = Counter(flat({s: ids for s, ids in first.items() if s <= 3})) + Counter(flat(rest))
     assert total == Counter(range(100)) + Counter(range(160))
 

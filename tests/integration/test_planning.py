@@ -160,7 +160,7 @@ def test_a_pin_that_names_another_snapshot_is_noticed(arena: Arena) -> None:
     """A moved tag is never trusted, neither by a plan nor by a new pin; it is left as it is."""
     table = arena.lakehouse.load("src.t")
     first, second = (snapshot.snapshot_id for snapshot in table.snapshots())
-    plan = make_plan(arena.lakehouse, source(snapshot_id=second))
+    plan = make_plan(arena.lakehouse, source(version=second))
     arena.lakehouse.load("src.t").manage_snapshots().create_tag(first, pin_tag(second)).commit()
     with pytest.raises(PinLost, match=str(first)):
         Plans(arena.lakehouse).load(plan.row.plan_id)

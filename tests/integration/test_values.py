@@ -322,7 +322,7 @@ def test_plan_binds_the_schema_of_its_snapshot(lakehouse: Lakehouse) -> None:
             opened(lakehouse, column, row_filter=row_filter)
         assert "newer schema" not in str(caught.value)
     lakehouse.load("src.t").append(pa.table({"id": [9], "new": [9], "later": ["x"]}))
-    wanted = SourceSpec(table="src.t", columns=["id", "old"], row_filter="old > 1", snapshot_id=first.row.snapshot_id)
+    wanted = SourceSpec(table="src.t", columns=["id", "old"], row_filter="old > 1", version=first.row.snapshot_id)
     assert make_plan(lakehouse, wanted).row == first.row
     (batch,) = opened(lakehouse, "id", "new", row_filter="new > 2")
     assert sorted(batch["new"].tolist()) == [3, 9]

@@ -162,7 +162,7 @@ def test_source_is_in_another_catalog(places: Path) -> None:
     rows = source_rows(0, 10)
     other.create_table("src.t", rows.schema).append(rows)
     lakehouse = connect(LakehouseConfig().at_home(places / "embedded"))
-    source = SourceSpec(catalog="prod", table="src.t", columns=["row_id"])
+    source = SourceSpec(table="prod:src.t", columns=["row_id"])
     assert SourceSpec.model_validate(source.model_dump()) == source
     plan = make_plan(lakehouse, source)
     assert plan.row.source_table == "prod:src.t"
@@ -171,7 +171,7 @@ def test_source_is_in_another_catalog(places: Path) -> None:
     assert Plans(lakehouse).load(plan.row.plan_id).row == plan.row
     assert [pin.table for pin in list_pins(lakehouse)] == ["prod:src.t"]
     with pytest.raises(CatalogMisconfigured, match="'gone'"):
-        make_plan(lakehouse, SourceSpec(catalog="gone", table="src.t", columns=["row_id"]))
+        make_plan(lakehouse, SourceSpec(table="gone:src.t", columns=["row_id"]))
     other.load_table("src.t").append(rows)
     stale = lakehouse.load("prod:src.t")
     other.load_table("src.t").append(rows)
@@ -192,7 +192,7 @@ def test_ref_names_branch_or_tag(places: Path) -> None:
     table.append(rows)
     table.manage_snapshots().create_branch(first, "trial").commit()
     for ref in ("v1", "trial"):
-        plan = make_plan(lakehouse, SourceSpec(table="src.t", columns=["row_id"], ref=ref))
+        plan = make_plan(lakehouse, SourceSpec(table="src.t", columns=["row_id"], version=ref))
         assert (plan.row.snapshot_id, plan.row.rows) == (first, 10)
     with pytest.raises(NoSuchSnapshot, match=r"'v2'.*'main', 'trial', 'v1'"):
-        make_plan(lakehouse, SourceSpec(table="src.t", columns=["row_id"], ref="v2"))
+        make_plan(lakehouse, SourceSpec(table="src.t", columns=["row_id"], version="v2"))

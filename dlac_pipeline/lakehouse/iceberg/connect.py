@@ -327,7 +327,7 @@ def connect(
     if config.kind in ("dynamodb", "bigquery"):
         raise errors.CatalogMisconfigured(
             f"expected a catalog for DLAC's tables to which PyIceberg can commit, found {config.address!r}, which it can only "
-            'read: name another catalog for the lakehouse, and this one with source.catalog and pin = "none"'
+            'read: name another catalog for the lakehouse, and this one in source.table (catalog:NAME), with pin = "none"'
         )
     check_address(config, answered=answered)
     recorded = _read_places(config, answered=answered)

@@ -86,10 +86,10 @@ def check_tokens(sequences: SequenceSpec) -> None:
     """Raise `SpecInvalid` if tokens are named by text without a tokenizer, which alone knows their numbers."""
     for name in ("begin", "end"):
         token = getattr(sequences, f"{name}_token")
-        if token and not sequences.tokenizer:
+        if isinstance(token, str) and token and not sequences.tokenizer:
             raise SpecInvalid(
                 f"expected sequences.tokenizer beside {name}_token, found {name}_token {token!r} without one: name a "
-                f"tokenizer.json, or give the token's number as {name}_id"
+                "tokenizer.json, or give the number of the token"
             )
 
 
@@ -187,14 +187,16 @@ def sequences_of(spec: SequenceSpec, first: SourceSpec) -> LegSequences:
         return LegSequences()
     tokenizer = load_tokenizer(spec.tokenizer) if spec.tokenizer else None
 
-    def number(token: str, known: int | None) -> int | None:
-        return tokenizer.token_id(token) if token and tokenizer else known
+    def number(token: int | str) -> int | None:
+        if isinstance(token, int):
+            return token
+        return tokenizer.token_id(token) if token and tokenizer else None
 
     return LegSequences(
         length=spec.length,
         column=spec.column or first.columns[0],
         tokenizer=tokenizer.digest if tokenizer else "",
-        begin_id=number(spec.begin_token, spec.begin_id),
-        end_id=number(spec.end_token, spec.end_id),
+        begin_id=number(spec.begin_token),
+        end_id=number(spec.end_token),
         pad_id=spec.pad_id,
     )

@@ -156,7 +156,7 @@ class _SourceTransition:
             plans = self._appended(self._history(self._mine.snapshot_id, until))
             start = replace(start, upcoming=(*start.upcoming, *((plan.row.plan_id, 1) for plan in plans)))
         else:
-            source = self._source.model_copy(update={"snapshot_id": until})
+            source = self._source.model_copy(update={"version": until})
             plans = [self._plans.add(make_plan(self._lakehouse, source))]
             start = replace(start, upcoming=tuple((plans[0].row.plan_id, passes) for _, passes in start.upcoming))
         return replace(
@@ -174,7 +174,7 @@ class _SourceTransition:
             try:
                 plan = make_plan(
                     self._lakehouse,
-                    self._source.model_copy(update={"snapshot_id": portion.snapshot_id}),
+                    self._source.model_copy(update={"version": portion.snapshot_id}),
                     only=portion.files,
                     dead={path: rows for path, rows in old.items() if len(rows)},
                 )

@@ -187,7 +187,7 @@ def _as_it_began(spec: JobSpec, rows: Sequence[typed_rows.LedgerRow]) -> JobSpec
     if first is None or len(first.sources) != len(spec.sources):
         return spec
     sources = [
-        source.model_copy(update={"snapshot_id": mine.snapshot_id, "ref": ""})
+        source.model_copy(update={"version": mine.snapshot_id})
         if source.snapshot_id is None and source.follow != "appends" and source.table == mine.table
         else source
         for source, mine in zip(spec.sources, first.sources, strict=True)

@@ -99,7 +99,7 @@ class _Snapshot:
     """The rows of a snapshot, by id."""
 
     def __init__(self, lakehouse: Lakehouse, spec: JobSpec, by: str, snapshot_id: int) -> None:
-        place = {"snapshot_id": snapshot_id, "ref": "", "columns": [by], "passes": None, "follow": "pinned"}
+        place = {"version": snapshot_id, "columns": [by], "passes": None, "follow": "pinned"}
         source = spec.source.model_copy(update={**place, "nullable": [], "ragged": [], "transform": ""})
         self.spec = spec.with_sources([source]).model_copy(update={"sequences": SequenceSpec()})
         self.plans = Plans(lakehouse)
@@ -177,7 +177,7 @@ def _find_snapshot(table: Table, spec: JobSpec, first: Launch) -> int:
         began = datetime.fromtimestamp(first.started_ns / 1e9, UTC)
         raise SpecInvalid(
             f"expected a snapshot of {spec.source.table!r} from before {began:%Y-%m-%d %H:%M:%S} UTC, when the first launch "
-            "began, found none: name the snapshot that the loop read as source.snapshot_id"
+            "began, found none: name the snapshot that the loop read as source.version"
         )
     return found.snapshot_id
 
