@@ -38,7 +38,11 @@ def main() -> None:
         lakehouse.create_namespace("src")
         table = make_sequences(_BATCH * steps)
         lakehouse.catalog.create_table("src.tokens", table.schema).append(table)
-        os.environ |= {"WANDB_DIR": folder, "WANDB_MODE": "offline"}
+        os.environ |= {
+            "WANDB_DIR": folder,
+            "WANDB_MODE": "offline",
+            "MLFLOW_TRACKING_URI": f"sqlite:///{home}/mlflow.db",
+        }
         kinds = ("listened", "plain", "again")
         steps_of: list[dict[str, list[float]]] = []
         for pair in range(pairs):
@@ -78,7 +82,7 @@ def _step_seconds(home: Path, kind: str, pair: int) -> list[float]:
     """Return the seconds of each step of a run."""
     out = home / f"{kind}-{pair}.json"
     listeners = {
-        "mlflow": {"tracking_uri": f"sqlite:///{home}/mlflow.db", "experiment": "benchmark"},
+        "mlflow": {"experiment": "benchmark"},
         "wandb": {"project": "benchmark"},
         "prometheus": {"port": 9464},
     }

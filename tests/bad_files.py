@@ -399,16 +399,16 @@ def _beside_jobs(spec: dict[str, Any], made: Made) -> Iterator[BadInput]:
         yield BadInput(kind="memory", name=repr(place), arguments=["train", "spec.yaml"], spec=named)
     listeners: dict[str, Any] = {
         "nope": {"nope": {}},
-        "other.nope": {"other": {"nope": {"x": 1}}},
+        "another nope": {"nope": {"x": 1}},
         "opnlineage": {"opnlineage": {}},
-        "a secret": {"mlflow": {"tracking_uri": "https://a:b@c"}},
-        "a token": {"other": {"x": {"token": "abc"}}},
-        "other of own": {"other": {"prometheus": {}}},
+        "a secret": {"mlflow": {"experiment": "https://a:b@c"}},
+        "a token": {"x": {"token": "abc"}},
+        "no table": {"mine": 3},
         "blank": {"openlineage": {"namespace": " "}},
         "blank host": {"prometheus": {"host": " "}},
         "blank project": {"wandb": {"project": " "}},
         "blank experiment": {"mlflow": {"experiment": "\t"}},
-        "blank name": {"other": {" ": {}}},
+        "blank name": {" ": {}},
         "no name": {"": {}},
     }
     for name, tables in listeners.items():

@@ -78,8 +78,7 @@ _VALUES: dict[str, list[Any]] = {
     "checkpoint.local": ["s3://bucket/x", "a\x00b", 5],
     "checkpoint.engine": ["x", ""],
     "checkpoint.mode": ["x", 5],
-    "checkpoint.interval": ["x", 5],
-    "checkpoint.keep_steps": [[-1], 5, ["x"], [1.5]],
+    "checkpoint.every_steps": ["x", 0],
     "checkpoint.store_properties": [5, {"a": {"b": 1}}],
     "launch.script": ["", "nope.py", "/", 5, "a\x00b"],
     "launch.args": [5, "x", [5]],
@@ -90,8 +89,7 @@ _VALUES: dict[str, list[Any]] = {
     "launch.on": ["x", 5],
     "launch.start": ["x"],
     "launch.new_leg": ["maybe", 5],
-    "cluster.env": [{"A=B": "x"}, 5],
-    "cluster.mounts": [5, [{}]],
+    "cluster.options": [{"A=B": "x"}, 5],
     "lakehouse.type": ["x", 5],
     "lakehouse.uri": ["nope://x", "postgresql://host:port/db", "x", 5],
     "lakehouse.namespace": ["", " ", "a\x00b", 5],
@@ -173,8 +171,6 @@ def _of_spec(script: str, name: str, value: Any) -> BadInput:
     for section in sections:
         place = place.setdefault(section, {})
     place[last] = value
-    if name == "checkpoint.recovery_point_s":
-        place["interval"] = "auto"
     command = "train" if name == "launch.script" else "plan"  # planning needs no script
     return BadInput(kind="spec", name=f"{name} = {value!r}", arguments=[command, "spec.yaml"], spec=spec)
 

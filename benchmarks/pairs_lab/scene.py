@@ -128,7 +128,7 @@ class Scene:
             **more,
         }
         if chosen["extras"] == "listeners" and not is_base:
-            raw["listeners"] = {"records": {"path": str(self.journaled_events)}, "end_s": 30}
+            raw["listeners"] = {"records": {"path": str(self.journaled_events)}}
         if chosen["extras"] == "secrets":
             raw["launch"]["env"] = {"PAIRS_PASSWORD": SECRET}
         return raw

@@ -162,7 +162,7 @@ class Lab:
                 "launch": {
                     "script": str(_SCRIPT),
                     **({"replicas": _GROUPS} if replicas else {"world_size": 2}),
-                    "grace_s": 10,
+                    "deadline_s": 10,
                     "hang_timeout_s": 15,
                 },
                 "params": {

@@ -98,9 +98,9 @@ class Choice:
 
 def choose_interval(settings: CheckpointSpec, cost: Cost | None, failures: Failures) -> Choice:
     """The interval between checkpoints, in seconds of training, that `settings` ask for."""
-    if settings.interval == "fixed":
+    if not settings.is_automatic:
         return Choice(interval_s=settings.every_s or math.inf, reason="as set in the job spec")
-    wished_s = settings.recovery_point_s
+    wished_s = settings.every_s
     if cost is None:
         return Choice(interval_s=min(_FIRST_S, wished_s or _FIRST_S), reason="the first one shows what they cost")
     mtbf_s = failures.mtbf_s(_PRIOR_MTBF_S)
@@ -176,7 +176,7 @@ class Interval:
     def news(self) -> Choice | None:
         """Return the choice, if it differs from the last one reported."""
         choice = self.choice
-        if self._settings.interval == "fixed" or abs(choice.interval_s - self._reported_s) <= _NEWS * self._reported_s:
+        if not self._settings.is_automatic or abs(choice.interval_s - self._reported_s) <= _NEWS * self._reported_s:
             return None
         self._reported_s = choice.interval_s
         return choice

@@ -72,7 +72,7 @@ def _preempt(instance: dg.DagsterInstance, run: dg.DagsterRun, reason: str) -> t
 
 def drain_node(
     reason: Annotated[str, Option(help="Why, for the runs' tag.")] = "drained",
-    within_s: Annotated[float, Option(help="Seconds they get; more than launch.deadline_s (unset: grace_s).")] = 60.0,
+    within_s: Annotated[float, Option(help="Seconds they get; more than launch.deadline_s.")] = 60.0,
 ) -> None:
     """Preempt the training runs of this node. Exit status 0 only if all have exited."""
     with dg.DagsterInstance.get() as instance:

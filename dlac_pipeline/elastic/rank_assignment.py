@@ -182,5 +182,5 @@ class LastCall:
         self._enough_since = self._now() if self._enough_since is None else self._enough_since
         waited_s = self._now() - self._enough_since
         if busy:  # a node that hangs is not waited for without an end
-            return waited_s >= self._launch.leave_s + _BUSY_MARGIN_S
+            return waited_s >= self._launch.deadline_s + _BUSY_MARGIN_S
         return ready >= self._launch.max_nodes or waited_s >= self._launch.last_call_s

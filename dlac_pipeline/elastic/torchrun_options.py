@@ -16,7 +16,7 @@ _MEETING |= {"node_timeout": "node_timeout_s", "key_file": "rendezvous_key_file"
 """Parameters of --rdzv-conf."""
 _ABSENT = object()
 _TAKEN = {name: name for name in ("max_restarts", "numa_binding", "virtual_local_rank")}
-_TAKEN["shutdown_timeout"] = "grace_s"
+_TAKEN["shutdown_timeout"] = "deadline_s"
 _STARTS = {"fork": "fork", "forkserver": "fork", "spawn": "spawn"}
 _SUPPORTED = (
     "--nnodes, --nproc-per-node, --rdzv-endpoint, --rdzv-conf, --rdzv-id, --standalone, --master-addr, --master-port, "

@@ -57,5 +57,5 @@ def stop_when_replaced(launcher: Launcher, request: Request) -> None:
             break
     launcher.stop()
     # The orchestrator may be stopped and read no output, and the supervisor may wait for that.
-    time.sleep(request.spec.launch.grace_s + MARGIN_S)
+    time.sleep(request.spec.launch.orphaned_s + MARGIN_S)
     os._exit(Fenced.exit_code)

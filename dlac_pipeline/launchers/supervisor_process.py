@@ -36,7 +36,7 @@ def main() -> int:
     except DlacError as err:
         return report_error(err)
     on_ending_signals(launcher.stop)
-    orchestrator.on_end(launcher.stop, grace_s=request.spec.launch.grace_s)
+    orchestrator.on_end(launcher.stop, grace_s=request.spec.launch.orphaned_s)
     return run_and_report(launcher, request)
 
 

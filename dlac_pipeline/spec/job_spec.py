@@ -246,15 +246,14 @@ class CheckpointSpec(spec_problems.Section):
     local: str = ""
     """Local folder in which ranks make checkpoints before they are copied to the store, and keep their logs. Empty: the store if
     it is a folder, or checkpoints/ in the home folder."""
-    interval: Literal["fixed", "auto"] = "fixed"
-    """"fixed": every_steps and every_s decide. "auto": the interval of least cost, from measured costs and failures, within
-    recovery_point_s."""
-    every_steps: int | None = Field(default=None, ge=1, le=spec_problems.MOST_STEPS)
-    """Checkpoints are taken at multiples of this many optimizer steps. Unset: 100, or none if every_s or "auto" is set."""
+    every_steps: Annotated[int | str, spec_problems.name_or_number(1, spec_problems.MOST_STEPS, ("auto",))] | None = (
+        None
+    )
+    """Checkpoints are taken at multiples of this many optimizer steps. "auto": at the interval of least cost, from measured costs
+    and failures. Unset: 100, or none if every_s is set."""
     every_s: float = Field(default=0.0, ge=0, le=spec_problems.LONGEST_S)
-    """Seconds of training between checkpoints. 0: only steps count. With every_steps the earlier one counts."""
-    recovery_point_s: float = Field(default=0.0, ge=0, le=spec_problems.LONGEST_S)
-    """For "auto": seconds of work that a failure may cost, if checkpoints are fast enough. 0: no bound."""
+    """Seconds of training between checkpoints. 0: only steps count. With every_steps the earlier one counts. With "auto": seconds
+    of work that a failure may cost, if checkpoints are fast enough."""
     engine: str = "auto"
     """Adapter that saves and loads the state: "torch", "dcp", "deepspeed", or one that another distribution has as an entry point
     of dlac.engines. "auto": chosen by the state that the script restores."""
@@ -272,8 +271,6 @@ class CheckpointSpec(spec_problems.Section):
     """Newest checkpoints to keep. Older ones are retired. 0: all. With 2 or more a damaged one can be replaced."""
     keep_every_steps: int = Field(default=0, ge=0, le=spec_problems.MOST_STEPS)
     """Also keep the first checkpoint at or after each multiple of this many steps. 0: none."""
-    keep_steps: list[Annotated[int, Field(ge=0, le=spec_problems.MOST_STEPS)]] = Field(default_factory=list)
-    """Steps whose checkpoints are also kept."""
 
     @field_validator("engine")
     @classmethod
@@ -300,24 +297,17 @@ class CheckpointSpec(spec_problems.Section):
             return place
         return checked_address(place, known=()) if info.field_name == "local" else checked_address(place)
 
-    @model_validator(mode="after")
-    def _one_way(self) -> CheckpointSpec:
-        fixed = [name for name in ("every_steps", "every_s") if getattr(self, name)]
-        if self.interval == "auto" and fixed:
-            raise ValueError(f'expected interval = "auto", or {fixed[0]}, found both: leave one out')
-        if self.interval == "fixed" and self.recovery_point_s:
-            raise ValueError(
-                f'expected recovery_point_s with interval = "auto" only, found {self.recovery_point_s!r} beside '
-                '"fixed": set every_s, or interval = "auto"'
-            )
-        return self
-
     @property
     def steps_between(self) -> int | None:
         """Optimizer steps at whose multiples checkpoints are taken. None: steps do not count."""
-        if self.every_steps is None and self.interval == "fixed" and not self.every_s:
+        if self.every_steps is None and not self.every_s:
             return 100
-        return self.every_steps
+        return self.every_steps if isinstance(self.every_steps, int) else None
+
+    @property
+    def is_automatic(self) -> bool:
+        """True if the interval between checkpoints is computed."""
+        return self.every_steps == "auto"
 
 
 class JobSpec(spec_problems.Section):

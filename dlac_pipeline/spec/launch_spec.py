@@ -7,7 +7,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from dlac_pipeline.lakehouse.doors import Door
 from dlac_pipeline.lakehouse.errors import BadInput
-from dlac_pipeline.spec.spec_problems import LONGEST_WAIT_S, MOST_NODES, Section, Timeout, Wait
+from dlac_pipeline.spec.spec_problems import LONGEST_WAIT_S, MOST_NODES, Section, Timeout
 
 LAUNCHERS = Door("dlac.launchers", "launcher")
 HERE = "here"
@@ -16,6 +16,8 @@ NODES = "nodes"
 """Reason of an attempt that exits to make room for more nodes. It has no deadline, so this is no notice."""
 LISTENS_S = 30.0
 """Extra seconds for the nodes of a cluster's job, past their ranks' time to exit, until their last events appear in its logs."""
+LEAST_START_S = 600.0
+"""Seconds that a start may take without progress: libraries are imported, and a checkpoint may be converted."""
 
 
 def check_port(address: str) -> str:
@@ -76,23 +78,17 @@ class LaunchSpec(Section):
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables of the ranks, and of imports before they start. OMP_NUM_THREADS is 1 unless it is set here or in the
     environment of the launch."""
-    grace_s: float = Field(default=20.0, gt=0, le=25)  # a supervisor whose orchestrator died is gone within 30 s
-    """Seconds from a stop request until the ranks must have exited, after a checkpoint."""
-    deadline_s: Wait = 0.0
-    """Seconds from a termination notice (SIGTERM, SIGUSR1, termination_url) until the ranks must have exited, after an emergency
-    checkpoint if time allows one. 0: grace_s."""
+    deadline_s: Timeout = 20.0
+    """Seconds from a stop request or a termination notice (SIGTERM, SIGUSR1, termination_url) until the ranks must have exited,
+    after a checkpoint if time allows one. At most 25 if the orchestrator of the launch died."""
     termination_url: str = Field(default="", pattern=r"^(https?://.+)?$")
-    """URL to poll every few seconds for a termination of this node. Status 200 is a notice, 404 is none."""
+    """URL to poll every few seconds for a termination of this node. Status 200 is a notice, 404 is none. Answers of Google and
+    Azure that announce no termination are none."""
     termination_headers: dict[str, str] = Field(default_factory=dict)
     """Headers of the requests to termination_url, such as a token."""
-    termination_match: str = ""
-    """Text in a notice, if the URL always answers 200. Empty: any 200 is one."""
     hang_timeout_s: Timeout = 600.0
     """Seconds without progress of a rank after which the attempt ends and the ranks restart. Of replica groups only the hung one
-    is killed and started again."""
-    start_timeout_s: Timeout = 600.0
-    """Seconds without progress of a rank after which the attempt ends, while any rank starts or loads its state. hang_timeout_s
-    counts if it is longer."""
+    is killed and started again. While any rank starts or loads its state: at least 600."""
     new_leg: bool = False
     """Allow a resumed run to begin a new leg if this spec changes weights, exclusions, batch size, passes, steps, snapshot, seed,
     shuffle or block_slices. False: such a change is refused."""
@@ -201,6 +197,11 @@ class LaunchSpec(Section):
         return int(self.nodes.rpartition(":")[2] or 1)
 
     @property
-    def leave_s(self) -> float:
-        """Seconds from a notice until the ranks are gone."""
-        return self.deadline_s or self.grace_s
+    def start_timeout_s(self) -> float:
+        """Seconds without progress of a rank after which the attempt ends, while any rank starts or loads its state."""
+        return max(self.hang_timeout_s, LEAST_START_S)
+
+    @property
+    def orphaned_s(self) -> float:
+        """Seconds from the death of the orchestrator until the ranks must have exited. Their supervisor is gone within 30 s."""
+        return min(self.deadline_s, 25.0)

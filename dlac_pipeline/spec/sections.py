@@ -22,7 +22,7 @@ class EventReceiver:
     module: str
     """Started as `python -m MODULE`."""
     end_s: float
-    """Seconds that the end of a launch waits for it."""
+    """Seconds that the end of a launch waits for it, if the launch was longer than a minute."""
     takes_commands: bool
     """True if it also receives the events of commands, such as a rewind."""
 

@@ -24,7 +24,7 @@ _NOT_A_SECTION = ("model_type", "model_attributes_type", "dict_type", "list_type
 """Problems of a value in the place of a section, of free settings or of a list."""
 _DATA = ("row_filter", "exclude", "params")
 """Settings whose text is compared with data, or read by the script. NUL may be part of it."""
-_SPACES = ("begin_token", "end_token", "termination_match", "row_filter")
+_SPACES = ("begin_token", "end_token", "row_filter")
 """Settings that may be spaces, or say more about them."""
 LONGEST_WAIT_S = 1_209_600
 """Two weeks: the longest time that a setting lets something wait. Timers of sockets end at 24 days."""
@@ -68,14 +68,15 @@ class Section(BaseModel):
         return value
 
 
-def name_or_number(least: int, most: int) -> BeforeValidator:
-    """Return a check of a setting that is a name, or a whole number between `least` and `most`."""
+def name_or_number(least: int, most: int, names: tuple[str, ...] = ()) -> BeforeValidator:
+    """Return a check of a setting that is a whole number between `least` and `most`, or a name: any, or one of `names`."""
+    wanted = " or ".join(f'"{name}"' for name in names) or "a name"
 
     def check(value: object) -> object:
         is_whole = isinstance(value, int) and not isinstance(value, bool)
-        if isinstance(value, str) or (is_whole and least <= value <= most):
+        if (isinstance(value, str) and value in (names or (value,))) or (is_whole and least <= value <= most):
             return value
-        raise ValueError(f"expected a name, or a number from {least} to {most}, found {value!r}")
+        raise ValueError(f"expected {wanted}, or a number from {least} to {most}, found {value!r}")
 
     return BeforeValidator(check)
 

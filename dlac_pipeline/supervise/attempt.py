@@ -213,7 +213,7 @@ class SupervisedAttempt:
         elif hung is not None:
             yield Observation.HANG_FOUND, hung
         drained_s = time.monotonic() - self._drains_since  # the wall clock may be set during the attempt
-        if self._machine.state is AttemptState.DRAINING and drained_s > self._spec.launch.leave_s + _LEAVE_MARGIN_S:
+        if self._machine.state is AttemptState.DRAINING and drained_s > self._spec.launch.deadline_s + _LEAVE_MARGIN_S:
             yield Observation.DEADLINE_PASSED, stuck_rank(ranks, drained_s)
 
     def _apply(

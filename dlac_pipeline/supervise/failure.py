@@ -246,7 +246,7 @@ class HangDetector:
             return None
         launch = self._launch
         starting = any(each is None or each.phase < Phase.TRAINING for each in last.values())
-        timeout_s = max(launch.hang_timeout_s, launch.start_timeout_s) if starting else launch.hang_timeout_s
+        timeout_s = launch.start_timeout_s if starting else launch.hang_timeout_s
         seen = {rank: (self._changed[rank][1], 0.0 if each is None else each.at) for rank, each in last.items()}
         rank = min(seen, key=seen.__getitem__)
         silent_s = now - seen[rank][0]

@@ -108,7 +108,7 @@ class FollowerAttempt:
         if self._stops.stop.is_set():
             yield Observation.STOP_REQUESTED
         drained_s = time.monotonic() - self._drains_since
-        if self._machine.state is AttemptState.DRAINING and drained_s > self._spec.launch.leave_s + _LEAVE_MARGIN_S:
+        if self._machine.state is AttemptState.DRAINING and drained_s > self._spec.launch.deadline_s + _LEAVE_MARGIN_S:
             yield Observation.DEADLINE_PASSED
 
     def _apply(self, observation: Observation, ranks: RankGroup) -> AttemptVerdict | None:

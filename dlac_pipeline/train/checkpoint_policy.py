@@ -74,7 +74,7 @@ class CheckpointPolicy:
             self._age_s = max(0.0, time.time() - point.head_at)
         if self._rank == 0:
             settings, run, cost, failures = self._spec.checkpoint, self._spec.run, None, Failures()
-            if settings.interval == "auto":
+            if settings.is_automatic:
                 rows = Ledger(lakehouse).rows(run, kinds=(ClaimRow, CheckpointRow))
                 cost, failures = Cost.of_rows(rows), Failures.of_rows(rows, recoveries_of(lakehouse, run))
             self._interval = Interval(settings, time.monotonic(), cost=cost, failures=failures)
@@ -116,18 +116,18 @@ class CheckpointPolicy:
             return
         self.leaving = sync
         if sync.notice is not None:
-            self._notices.leave_by(time.monotonic() + self._spec.launch.leave_s - sync.notice_age_s)
+            self._notices.leave_by(time.monotonic() + self._spec.launch.deadline_s - sync.notice_age_s)
 
     def reason(self) -> str | None:
         """Return the reason for a checkpoint after this step, equal on all ranks, or None without a reason or without time."""
         settings = self._spec.checkpoint
         if self.leaving is not None:
             # Without an earlier checkpoint as a measure, the commit is tried. The watchdog ends one that takes too long.
-            fits = self.leaving.notice_age_s + self.leaving.needed_s <= self._spec.launch.leave_s
+            fits = self.leaving.notice_age_s + self.leaving.needed_s <= self._spec.launch.deadline_s
             return NODES if self.leaving.notice is None else self.leaving.notice if fits else None
         if settings.steps_between is not None and self._step % settings.steps_between == 0:
             return "steps"
-        return ("auto" if settings.interval == "auto" else "seconds") if self._due else None
+        return ("auto" if settings.is_automatic else "seconds") if self._due else None
 
     def note(self, reason: str) -> Mapping[str, Any]:
         """Return the facts that the row of a checkpoint taken now records about it."""
@@ -174,7 +174,7 @@ class CheckpointPolicy:
 
     def _preemption(self) -> dict[str, Any]:
         """Return the event of the preemption, with the steps that the next attempt repeats."""
-        notice, deadline_s = str(self._notice_name), self._spec.launch.leave_s
+        notice, deadline_s = str(self._notice_name), self._spec.launch.deadline_s
         lost_steps = self._step - self.head_step
         lost_rows = lost_steps * self._spec.order.batch_size
         head = "the start" if self._head is None else f"checkpoint {self._head!r} of step {self.head_step}"

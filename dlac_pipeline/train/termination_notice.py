@@ -31,6 +31,17 @@ _ANSWER_WITHIN_S = (1.0, 2.0)
 """Seconds to connect and to answer. An address of the node itself answers in milliseconds."""
 _LAST_WORDS_S = 1.0
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+_NOT_PREEMPTED = ("FALSE", "NONE")
+"""Answers of the metadata server of Google while no termination is planned."""
+_SCHEDULED, _ENDS_NODE = '"Events"', ('"Preempt"', '"Terminate"')
+"""Scheduled events of Azure, and the types among them after which a node is gone."""
+
+
+def announces_end(answer: str) -> bool:
+    """Return False for an answer of a cloud whose endpoint has status 200 also without a termination."""
+    if _SCHEDULED in answer:
+        return any(kind in answer for kind in _ENDS_NODE)
+    return answer.strip().upper() not in _NOT_PREEMPTED
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +119,7 @@ class Notices:
             if self._notice_file is not None:
                 with suppress(OSError):
                     self._notice_file.touch()
-            self.leave_by(self.first.at + self._launch.leave_s)
+            self.leave_by(self.first.at + self._launch.deadline_s)
 
     def _wake(self) -> None:
         with suppress(OSError):
@@ -156,7 +167,7 @@ class Notices:
             answer = session.get(url, headers=headers, timeout=_ANSWER_WITHIN_S)
         except requests.RequestException as err:
             return f"{type(err).__name__}: {mask_secrets(str(err))}"  # the error names the address
-        if answer.status_code == 200 and self._launch.termination_match in answer.text:
+        if answer.status_code == 200 and announces_end(answer.text):
             self._note("termination_url")
         return "" if answer.status_code in (200, 404) else f"{answer.status_code}"
 

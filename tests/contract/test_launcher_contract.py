@@ -17,7 +17,6 @@ from tests.cluster import GOOD
 from tests.conftest import Arena
 from tests.installed import install_launcher
 from tests.kubernetes_api import kubernetes_api
-from tests.ports import own_port
 from tests.slurm_cluster import needs_slurm, slurm_cluster
 
 SECRET = "hunter2-of-the-test"
@@ -59,7 +58,7 @@ def cluster_for(name: str) -> dict[str, Any]:
 def launcher_of(arena: Arena, name: str, events: Events) -> Launcher:
     """Return a launcher of a run with one rank. The nodes of a job are on this host, so an embedded lakehouse serves them."""
     spec = arena.spec("r1", on=name, world_size=1, passes=1, pause_s=0.01)
-    cluster = {**cluster_for(name).get("cluster", {}), "python": sys.executable, "port": own_port()}
+    cluster = {**cluster_for(name).get("cluster", {}), "python": sys.executable}
     more = {"cluster": cluster} if name in ("slurm", "kubernetes") else {}
     request = Request(spec=parse_spec(spec.model_dump() | more, origin="the test"))
     if name == HERE:

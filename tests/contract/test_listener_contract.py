@@ -59,7 +59,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of the libraries
 def spec_with(name: str, folder: Path) -> JobSpec:
     """Return a job spec with one listener, which writes to a folder or to servers of the test."""
     options: dict[str, dict[str, Any]] = {
-        "mlflow": {"tracking_uri": (folder / "mlruns").as_uri()},
         "prometheus": {"port": own_port()},
         "records": {"path": str(folder / "events.jsonl")},
     }
@@ -74,6 +73,7 @@ def test_listener_takes_events(name: str, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
     spec = spec_with(name, tmp_path)
     settings = spec.section(ListenersSpec)
     with running_receiver() as receiver:

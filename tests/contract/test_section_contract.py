@@ -17,13 +17,13 @@ from tests.unit.test_spec import GOOD
 
 SECRET = "hunter2-of-the-test"
 TABLES: dict[str, dict[str, Any]] = {
-    "cluster": {"gpu": 3, "env": {"WANDB_API_KEY": SECRET}},
+    "cluster": {"gpu": 3, "options": {"WANDB_API_KEY": SECRET}},
     "listeners": {"prometheus": {"port": 9465}},
     "mark": {"text": "x", "token": SECRET},
 }
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "cluster": ({"gpuu": SECRET}, r"cluster\.gpuu: unknown field, did you mean 'gpu'\? \(found str\)"),
-    "listeners": ({"end_s": -1}, r"listeners\.end_s: .*found -1"),
+    "listeners": ({"prometheus": {"port": -1}}, r"listeners\.prometheus\.port: .*found -1"),
     "mark": ({"most": True}, r"mark\.most: expected a number of at least 1 and of at most 99, found True"),
 }
 

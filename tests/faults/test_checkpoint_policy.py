@@ -48,7 +48,7 @@ def test_checkpoints_follow_clock(campaign: Arena) -> None:
 def test_optimum_considers_failures(campaign: Arena) -> None:
     """The interval and its reason are in events, ledger, SQL and status. A killed rank counts as a failure."""
     run = "automatic"
-    launch = campaign.launch(campaign.spec(run, interval="auto", recovery_point_s=5.0, **CLOCK))
+    launch = campaign.launch(campaign.spec(run, **{**CLOCK, "every_steps": "auto", "every_s": 5.0}))
     launch.wait_for("checkpoint")
     os.kill(launch.ranks()[1].pid, signal.SIGKILL)
     assert launch.wait() == 0, launch.stderr

@@ -31,7 +31,7 @@ from tests.dagster_runs import (
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries cause warnings
 SLOW: dict[str, Any] = {"pause_s": 0.05}
-ONE_CHECKPOINT: dict[str, Any] = {"pause_s": 0.05, "every_steps": 1000, "grace_s": 15.0}
+ONE_CHECKPOINT: dict[str, Any] = {"pause_s": 0.05, "every_steps": 1000, "deadline_s": 15.0}
 RUNS: dict[str, dict[str, Any]] = {
     "cancelled": ONE_CHECKPOINT,
     **dict.fromkeys(("preempted", "drained", "terminated", "code-server"), SLOW),
@@ -51,7 +51,7 @@ def test_cancelled_run_checkpoints_and_stays(campaign: Arena, dagster: LocalDags
     run_id, processes = train_to(dagster, spec)
     began = time.time()
     assert dagster.cancel(run_id)
-    wait_until(lambda: have_ended(processes), what="the end of all its processes", within_s=spec.launch.grace_s + 5)
+    wait_until(lambda: have_ended(processes), what="the end of all its processes", within_s=spec.launch.deadline_s + 5)
     assert not is_lock_held(lock_path(spec.checkpoint.local, spec.run))
     assert dagster.wait(run_id).status == dg.DagsterRunStatus.CANCELED
     [last] = [row.step for row in campaign.lineage(spec.run)]
@@ -132,7 +132,7 @@ def test_cancel_works_without_code_server(campaign: Arena, dagster: LocalDagster
     server.kill()
     with pytest.raises(DagsterUserCodeUnreachableError):
         dagster.cancel(run_id)
-    wait_until(lambda: have_ended(processes), what="the end of all its processes", within_s=spec.launch.grace_s + 20)
+    wait_until(lambda: have_ended(processes), what="the end of all its processes", within_s=spec.launch.deadline_s + 20)
     assert dagster.wait(run_id).status == dg.DagsterRunStatus.CANCELED
     [last] = [row.step for row in campaign.lineage(spec.run)]
     assert last == max(entry["step"] for entry in campaign.entries(spec.run))

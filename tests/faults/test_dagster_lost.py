@@ -22,7 +22,7 @@ def test_stopped_worker_never_commits_again(campaign: Arena) -> None:
     home = campaign.home
     (home / "orchestration.toml").write_text("[recovery]\nlost_after_s = 20\nwait_for_old_launch_s = 2\n")
     dagster = LocalDagster(home)
-    spec = campaign.spec("stopped-worker", pause_s=0.3, grace_s=5.0)
+    spec = campaign.spec("stopped-worker", pause_s=0.3, deadline_s=5.0)
     dagster.write_job_file(spec)
     try:
         with dagster.running():

@@ -18,7 +18,6 @@ from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.supervisor import Outcome
 from tests.conftest import Steps, wait_until
 from tests.kubernetes_api import Cluster, kubernetes_api, use_configuration
-from tests.ports import own_port
 
 if TYPE_CHECKING:
     from tests.conftest import Arena
@@ -38,7 +37,7 @@ def job_of(
 ) -> tuple[ClusterJob, Events]:
     """Return a job of several nodes with a rank each, and the events that it reports."""
     spec = arena.spec("r1", on="kubernetes", nodes=nodes, nproc_per_node=1, passes=1, **changes)
-    given = {"image": "i", "python": sys.executable, "port": own_port(), **(cluster or {})}
+    given = {"image": "i", "python": sys.executable, **(cluster or {})}
     request = Request(spec=parse_spec(spec.model_dump() | {"cluster": given}, origin="the test"), repin=True)
     events: Events = []
     return ClusterJob(request, Kubernetes(request), events.append, look_s=0.3), events

@@ -226,7 +226,7 @@ def test_too_few_nodes_are_reported(campaign: Arena) -> None:
 def test_early_node_waits_for_first_checkpoint(campaign: Arena) -> None:
     """A rescale for it follows a checkpoint, however much longer than the grace period the checkpoint takes."""
     env = {"COMMIT_SLEEPS_S": "3"}
-    spec = job(campaign, "comes-early", program="train_slow_commit.py", every_steps=1000, grace_s=1, env=env)
+    spec = job(campaign, "comes-early", program="train_slow_commit.py", every_steps=1000, deadline_s=1, env=env)
     first = campaign.launch(spec)
     first.wait_for("training")
     (rank,) = first.of("attempt")[0]["pids"]

@@ -24,7 +24,6 @@ from dlac_pipeline.spec.job_spec import parse_spec
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.supervisor import Outcome
 from tests.conftest import Arena, Steps, wait_until
-from tests.ports import own_port
 from tests.postgres_server import postgres
 from tests.slurm_cluster import SlurmCluster, needs_slurm, slurm_cluster
 
@@ -45,7 +44,7 @@ def request_for(arena: Arena, *, nodes: str, on_node: str = "", **changes: Any) 
     """Return a request for a job with a rank on each node. The user requires the node `on_node`, if it is given."""
     spec = arena.spec("r1", on="slurm", nodes=nodes, nproc_per_node=1, passes=1, **changes)
     options = {"nodelist": on_node} if on_node else {}
-    cluster = {"python": sys.executable, "cpu": 2, "port": own_port(), "options": options}
+    cluster = {"python": sys.executable, "cpu": 2, "options": options}
     return Request(spec=parse_spec(spec.model_dump() | {"cluster": cluster}, origin="the test"), repin=True)
 
 

@@ -197,6 +197,6 @@ def test_it_goes_with_its_checkpoint(arena: Arena) -> None:
     for each in folders.values():
         convert_checkpoint(each, copying([]))
     (folders[10].parent.parent / "converted" / f".{folders[10].name}-dead").mkdir()
-    arena.train(arena.spec("r", world_size=1, passes=1, keep_last=1, keep_steps=[30]))
+    arena.train(arena.spec("r", world_size=1, passes=1, keep_last=1, keep_every_steps=30))
     wait_until(lambda: not folders[10].exists(), what="the removal of the retired")
     wait_until(lambda: kept(folders[30]) == [folders[30].name], what="the removal of conversions")

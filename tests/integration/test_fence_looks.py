@@ -65,7 +65,7 @@ def test_the_fence_is_looked_at_over_one_connection(arena: Arena, monkeypatch: p
     monkeypatch.setattr(Ledger, "state", looking)
     monkeypatch.setattr(serve, "MARGIN_S", 0.0)
     monkeypatch.setattr(os, "_exit", lambda status: None)
-    request = Request(spec=arena.spec(RUN, grace_s=0.01), launched_by="me", fence_look_s=0.01)
+    request = Request(spec=arena.spec(RUN, deadline_s=0.01), launched_by="me", fence_look_s=0.01)
     launched = Launched()
     watcher = threading.Thread(target=serve.stop_when_replaced, args=(launched, request))
     watcher.start()

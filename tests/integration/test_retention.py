@@ -56,12 +56,11 @@ def retired(arena: Arena, run: str) -> list[int]:
         pytest.param({}, STEPS, marks=pytest.mark.soak),
         pytest.param({"keep_last": 2}, [60, 63], marks=pytest.mark.soak),
         ({"keep_last": 1, "keep_every_steps": 20}, [20, 40, 60, 63]),
-        ({"keep_last": 2, "keep_steps": [10, 30]}, [10, 30, 60, 63]),
         pytest.param({"keep_last": 99}, STEPS, marks=pytest.mark.soak),
     ],
 )
 def test_only_kept_checkpoints_remain(arena: Arena, settings: dict[str, Any], kept: list[int]) -> None:
-    """Newest, milestones and named steps stay; every other checkpoint has one retire row, and no folder."""
+    """Newest and milestones stay; every other checkpoint has one retire row, and no folder."""
     arena.table()
     arena.train(arena.spec("r", world_size=1, passes=1, **settings))
     wait_until(lambda: sorted(folders(arena, "r")) == kept, what="the removal of the retired")

@@ -29,6 +29,7 @@ from dlac_pipeline.elastic.ranks.addresses import free_port
 from dlac_pipeline.elastic.ranks.launch_folder import log_file, pid_file
 from dlac_pipeline.elastic.ranks.processes import HANG
 from dlac_pipeline.lakehouse.errors import TrainingFailed
+from dlac_pipeline.spec import launch_spec
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.ranks import local_ranks
 from dlac_pipeline.supervise.ranks.local_ranks import Exit, RankGroup
@@ -208,7 +209,8 @@ def test_log_of_rank_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 def test_silent_server_is_a_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that wait for a silent server are a hang after the start timeout."""
     monkeypatch.setenv(NEW_FORK_SERVER, "yes")  # one that is forked may have started the ranks already
-    spec = spec_of(tmp_path, SLEEPS, hang_timeout_s=0.1, start_timeout_s=1.0, env=delaying_environment(tmp_path))
+    monkeypatch.setattr(launch_spec, "LEAST_START_S", 1.0)
+    spec = spec_of(tmp_path, SLEEPS, hang_timeout_s=0.1, env=delaying_environment(tmp_path))
     began = time.monotonic()
     with run_ranks(spec, tmp_path, ranks=2) as ranks:
         wait_until(lambda: bool(children("fork.?server")), what="the server")

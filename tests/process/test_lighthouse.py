@@ -16,6 +16,7 @@ import pytest
 from dlac_pipeline.extensions.replicas import lighthouse
 from dlac_pipeline.extensions.replicas.lighthouse import Lighthouse
 from dlac_pipeline.extensions.replicas.rank import read_lighthouse
+from dlac_pipeline.spec import launch_spec
 from tests.conftest import wait_until
 from tests.failing_servers import serve_status
 from tests.process.test_launch import spec_of
@@ -45,7 +46,8 @@ def test_hung_lighthouse_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_lighthouse_that_never_starts_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It hangs before it has written its address. The supervisor kills it, and so starts another one."""
     monkeypatch.setattr(lighthouse, "_LOOK_S", 0.01)
-    spec = spec_of(tmp_path, "pass", replicas=2, start_timeout_s=0.2, hang_timeout_s=0.1)
+    monkeypatch.setattr(launch_spec, "LEAST_START_S", 0.2)
+    spec = spec_of(tmp_path, "pass", replicas=2, hang_timeout_s=0.1)
     served, killed = Lighthouse(spec, tmp_path), threading.Event()
     process: Any = SimpleNamespace(pid=os.getpid(), kill=killed.set)
     served._process = process

@@ -78,14 +78,14 @@ def branched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Branched]:
     folder = tmp_path_factory.mktemp("branched")
     chosen: dict[str, Any] = {
         "openlineage": {},
-        "mlflow": {"tracking_uri": (folder / "mlruns").as_uri(), "experiment": "tests"},
+        "mlflow": {"experiment": "tests"},
         "prometheus": {},
         "records": {"path": str(folder / "events.jsonl")},
-        "end_s": 60,
     }
     with pytest.MonkeyPatch.context() as monkeypatch, running_receiver() as receiver:
         monkeypatch.setenv("OPENLINEAGE_URL", receiver.url)
         monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", (folder / "mlruns").as_uri())
         monkeypatch.setenv("PYTHONPATH", str(install_strangers(tmp_path_factory.mktemp("strangers"))))
         monkeypatch.syspath_prepend(os.environ["PYTHONPATH"])
         arena = Arena(folder / "home", monkeypatch)
@@ -177,7 +177,7 @@ def test_launch_reports_unheard_move(arena: Arena, tmp_path: Path, cause: str) -
     arena.monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     arena.monkeypatch.setenv("WANDB_MODE", "offline")
     arena.table()
-    chosen = {"wandb": {}, "records": {"path": str(tmp_path / "events.jsonl")}, "end_s": 60}
+    chosen = {"wandb": {}, "records": {"path": str(tmp_path / "events.jsonl")}}
     plain = arena.spec("r", world_size=1, passes=1)
     spec = plain.model_copy(update={"listeners": ListenersSpec.model_validate(chosen)})
     arena.train(spec, until=45)
@@ -228,7 +228,7 @@ def test_rejoined_groups_show_true_losses(campaign: Arena, tmp_path: Path) -> No
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("PYTHONPATH", str(install_strangers(tmp_path)))
         monkeypatch.syspath_prepend(tmp_path)
-        listeners = {"records": {"path": str(tmp_path / "events.jsonl")}, "end_s": 60}
+        listeners = {"records": {"path": str(tmp_path / "events.jsonl")}}
         settings = {"replicas": 3, "world_size": 1, "steps": STEPS, "mode": "asynchronous", "pause_s": 0.04}
         spec = campaign.spec("heard", "train_replicas.py", **settings, dies_forward="1:23")
         launch = campaign.launch(spec.model_copy(update={"listeners": ListenersSpec.model_validate(listeners)}))

@@ -117,7 +117,7 @@ def test_last_events_of_nodes_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyP
     program.chmod(0o755)
     monkeypatch.setattr(module, "MARGIN_S", 0.0)
     request = failing_request(tmp_path)
-    launch = request.spec.launch.model_copy(update={"on": "slurm", "grace_s": 0.1})
+    launch = request.spec.launch.model_copy(update={"on": "slurm", "deadline_s": 0.1})
     request = request.model_copy(update={"spec": request.spec.model_copy(update={"launch": launch})})
     events: list[str] = []
 

@@ -4,6 +4,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from dlac_pipeline.train.termination_notice import announces_end
+
 FORKS = """
 import multiprocessing, signal, time
 from dlac_pipeline.train.termination_notice import Notices
@@ -76,3 +80,21 @@ def test_process_ends_at_deadline_despite_hang() -> None:
     """The watchdog calls its function in a thread, and waits for it at most a second."""
     result = run(TOO_LATE)
     assert (result.returncode, result.stdout) == (86, "too late\n"), result.stderr
+
+
+@pytest.mark.parametrize(
+    ("answer", "ends"),
+    [
+        ('{"action": "terminate", "time": "2026-11-29T17:18:22Z"}', True),
+        ("", True),
+        ("TRUE", True),
+        ("FALSE\n", False),
+        ("NONE", False),
+        ('{"DocumentIncarnation": 1, "Events": []}', False),
+        ('{"Events": [{"EventType": "Freeze"}]}', False),
+        ('{"Events": [{"EventType": "Freeze"}, {"EventType": "Preempt"}]}', True),
+    ],
+)
+def test_answers_of_clouds_are_known(answer: str, ends: bool) -> None:
+    """Google and Azure answer with status 200 also while no termination is planned. Any other text is a notice."""
+    assert announces_end(answer) == ends

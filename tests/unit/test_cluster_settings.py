@@ -12,8 +12,6 @@ from dlac_pipeline.spec.job_spec import parse_spec
 from dlac_pipeline.spec.launch_request import Request
 from tests.cluster import GOOD, cluster_request
 
-DOLLARS = "pa$$word $x $(HOME) ${app_id}"
-
 
 def pods(cluster: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the pods of a job."""
@@ -35,21 +33,19 @@ def test_node_container_is_merged() -> None:
     """The container named `node` is merged into the pod's own, and others are added."""
     secret = {"secretRef": {"name": "db"}}
     volume = {"name": "key", "secret": {"secretName": "key"}}
-    node = {"name": "node", "envFrom": [secret], "volumeMounts": [{"name": "key", "mountPath": "/key"}]}
-    (pod,) = pods({"env": {"A": "1"}, "pod": {"spec": {"containers": [{"name": "log"}, node], "volumes": [volume]}}})
+    node = {
+        "name": "node",
+        "env": [{"name": "A", "value": "1"}],
+        "envFrom": [secret],
+        "volumeMounts": [{"name": "key", "mountPath": "/key"}],
+    }
+    (pod,) = pods({"pod": {"spec": {"containers": [{"name": "log"}, node], "volumes": [volume]}}})
     own, other = pod["containers"]
     assert (own["name"], own["image"], other["name"]) == ("node", "i", "log")
     assert own["envFrom"] == [secret]
     assert {mount["mountPath"] for mount in own["volumeMounts"]} == {"/etc/dlac", "/dev/shm", "/key"}
     assert {"A", "DLAC_REQUEST_FILE"} <= {one["name"] for one in own["env"]}
     assert volume in pod["volumes"]
-
-
-def test_dollars_reach_pods_unchanged() -> None:
-    """Kubernetes reads two dollars as one, and leaves a name in parentheses after two dollars alone."""
-    own = pods({"env": {"A": DOLLARS}})[0]["containers"][0]
-    (value,) = [one["value"] for one in own["env"] if one["name"] == "A"]
-    assert value == DOLLARS.replace("$", "$$")
 
 
 @pytest.mark.parametrize(
@@ -94,11 +90,12 @@ def test_pod_local_folder_is_refused(section: str, place: dict[str, str]) -> Non
     """The store must be in a writable mount."""
 
     def job(**mount: Any) -> Request:
-        mounts = [{"source": "claim", "path": "/scratch", **mount}]
-        raw = {**GOOD, "launch": {**GOOD["launch"], "on": "kubernetes"}, "cluster": {"image": "i", "mounts": mounts}}
+        container = {"name": "node", "volumeMounts": [{"name": "claim", "mountPath": "/scratch", **mount}]}
+        cluster = {"image": "i", "pod": {"spec": {"containers": [container]}}}
+        raw = {**GOOD, "launch": {**GOOD["launch"], "on": "kubernetes"}, "cluster": cluster}
         return Request(spec=parse_spec(raw | {section: place}, origin="the test"))
 
     render_job(job())
-    for other in ({"path": "/scratch2"}, {"read_only": True}):
+    for other in ({"mountPath": "/scratch2"}, {"readOnly": True}):
         with pytest.raises(SpecInvalid, match=r"that all pods reach, found '(file://)?/scratch/"):
             render_job(job(**other))

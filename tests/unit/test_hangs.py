@@ -18,7 +18,7 @@ from dlac_pipeline.supervise.liveness.launch_liveness import liveness_of
 from dlac_pipeline.supervise.liveness.run_lock import run_lock
 from dlac_pipeline.supervise.ranks.local_ranks import Exit
 
-LAUNCH = LaunchSpec.model_validate({"script": "x", "hang_timeout_s": 10.0, "start_timeout_s": 100.0})
+LAUNCH = LaunchSpec.model_validate({"script": "x", "hang_timeout_s": 10.0})
 
 
 LOOKED_S = 60.0
@@ -77,9 +77,9 @@ def test_early_silent_rank_is_found() -> None:
     silent = silent_after(Ranks(*signs), 10.1)
     assert silent is not None
     assert (silent.rank, silent.message) == (1, "no heartbeat for 10 s, last while training")
-    silent = silent_after(Ranks(None, None), 100.1)
+    silent = silent_after(Ranks(None, None), 600.1)
     assert silent is not None
-    assert silent.message == "no heartbeat for 100 s, last while starting"
+    assert silent.message == "no heartbeat for 600 s, last while starting"
 
 
 def test_suspended_supervisor_reads_ranks_first() -> None:

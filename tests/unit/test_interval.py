@@ -22,7 +22,7 @@ DAY_S = 86_400.0
 
 def settings(**changes: Any) -> CheckpointSpec:
     """Return settings of an automatic interval."""
-    return CheckpointSpec(**{"interval": "auto", **changes})
+    return CheckpointSpec(**{"every_steps": "auto", **changes})
 
 
 def row(kind: str, attempt: int, at_s: float, **values: Any) -> LedgerRow:
@@ -59,15 +59,15 @@ def test_first_term_is_youngs() -> None:
     ("changes", "cost", "interval_s", "why"),
     [
         ({}, None, 60.0, "first one shows"),
-        ({"recovery_point_s": 30.0}, None, 30.0, "first one shows"),
+        ({"every_s": 30.0}, None, 30.0, "first one shows"),
         ({}, Cost(lost_s=1.0, total_s=1.0), 415.0, "optimum for checkpoints that cost 1 s, no failure yet"),
-        ({"recovery_point_s": 103.0}, Cost(lost_s=1.0, total_s=1.0), 100.0, "wished recovery point of 103 s"),
-        ({"recovery_point_s": 20.0}, Cost(lost_s=5.0, total_s=5.0), 45.0, "cannot be held"),
+        ({"every_s": 103.0}, Cost(lost_s=1.0, total_s=1.0), 100.0, "wished recovery point of 103 s"),
+        ({"every_s": 20.0}, Cost(lost_s=5.0, total_s=5.0), 45.0, "cannot be held"),
         ({"failed_after_s": 60.0}, Cost(lost_s=5.0, total_s=5.0), 45.0, "10% of the time at the most"),
         ({"failed_after_s": 60.0}, Cost(lost_s=0.1, total_s=30.0), 30.0, "as long as one takes"),
         ({"failed_after_s": 60.0}, Cost(lost_s=0.001, total_s=0.01), 2.0, "as often as ranks agree"),
-        ({"interval": "fixed", "every_s": 30.0}, Cost(lost_s=1.0, total_s=1.0), 30.0, "spec"),
-        ({"interval": "fixed"}, None, math.inf, "spec"),
+        ({"every_steps": None, "every_s": 30.0}, Cost(lost_s=1.0, total_s=1.0), 30.0, "spec"),
+        ({"every_steps": None}, None, math.inf, "spec"),
     ],
 )
 def test_interval_names_its_bound(changes: dict[str, Any], cost: Cost | None, interval_s: float, why: str) -> None:

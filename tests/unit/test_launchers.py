@@ -19,19 +19,31 @@ from tests.cluster import cluster_request
 
 SLURM = {"cpu": 8, "gpu": 4, "memory_mb": 64_000, "time_limit_s": 93_784} | {
     "options": {"partition": "h100", "account": "lm", "constraint": "ib"},
-    "env": {"NCCL_DEBUG": "WARN"},
     "retries": 2,
 }
 KUBERNETES = {"image": "registry.example/dlac:1", "cpu": 8, "gpu": 4, "memory_mb": 64_000, "queue": "train"} | {
     "namespace": "ml",
     "time_limit_s": 3600,
     "retries": 2,
-    "mounts": [
-        {"source": "scratch", "path": "/scratch"},
-        {"kind": "host", "source": "/d", "path": "/d", "read_only": True},
-        {"kind": "secret", "source": "postgres", "path": "/secrets/postgres"},
-    ],
-    "pod": {"spec": {"nodeSelector": {"pool": "h100"}, "serviceAccountName": "trainer"}},
+    "pod": {
+        "spec": {
+            "nodeSelector": {"pool": "h100"},
+            "serviceAccountName": "trainer",
+            "volumes": [
+                {"name": "scratch", "persistentVolumeClaim": {"claimName": "scratch"}},
+                {"name": "passwords", "secret": {"secretName": "postgres", "defaultMode": 0o400}},
+            ],
+            "containers": [
+                {
+                    "name": "node",
+                    "volumeMounts": [
+                        {"name": "scratch", "mountPath": "/scratch"},
+                        {"name": "passwords", "mountPath": "/secrets/postgres", "readOnly": True},
+                    ],
+                }
+            ],
+        }
+    },
 }
 
 
@@ -110,15 +122,15 @@ def test_pods_get_time_to_checkpoint() -> None:
 
 
 def test_secrets_are_files() -> None:
-    """The request is in its own secret, mounted as a folder. Only their owner can read the mounted secrets of the user."""
+    """The request is in its own secret, mounted as a folder beside the volumes of the user."""
     found = manifests(KUBERNETES)
     pod = job_of(found["JobSet"])["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     mounted = {mount["mountPath"]: mount.get("readOnly") for mount in container["volumeMounts"]}
-    assert mounted == {"/etc/dlac": True, "/dev/shm": None, "/scratch": False, "/d": True, "/secrets/postgres": True}
+    assert mounted == {"/etc/dlac": True, "/dev/shm": None, "/scratch": None, "/secrets/postgres": True}
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
     assert volumes["request"]["secret"]["secretName"] == found["Secret"]["metadata"]["name"]
-    assert volumes["mount-2"]["secret"] == {"secretName": "postgres", "defaultMode": 0o400}
+    assert volumes["passwords"]["secret"] == {"secretName": "postgres", "defaultMode": 0o400}
     environment = {one["name"]: one["value"] for one in container["env"] if "value" in one}
     assert environment["DLAC_REQUEST_FILE"] == "/etc/dlac/request"
     assert "DLAC_REQUEST" not in environment
@@ -144,20 +156,15 @@ def test_first_pod_serves_rendezvous() -> None:
 @pytest.mark.parametrize(
     ("on", "cluster", "message"),
     [
-        ("slurm", {"mounts": KUBERNETES["mounts"]}, r"expected no cluster\.mounts with launch\.on = 'slurm'"),
+        ("slurm", {"pod": KUBERNETES["pod"]}, r"expected no cluster\.pod with launch\.on = 'slurm'"),
         ("slurm", {"namespace": "ml"}, r"expected no cluster\.namespace .* found 'ml'"),
         ("slurm", {"options": {"signal": "B:USR1"}}, r"cluster\.options .* found 'signal'"),
         ("slurm", {"options": {"--x": "1"}}, r"cluster\.options: expected plain names, found '--x'"),
         ("slurm", {"time_limit_s": -1}, r"cluster\.time_limit_s: .*found -1"),
-        ("slurm", {"port": 80}, r"cluster\.port: .*found 80"),
+        ("slurm", {"port": 80}, r"cluster\.port: unknown field"),
         ("slurm", {"optoins": {}}, r"cluster\.optoins: unknown field, did you mean 'options'"),
         ("kubernetes", {}, r"expected cluster\.image"),
         ("kubernetes", {"image": "i", "options": {"a": "b"}}, r"expected no cluster\.options .* found \{'a': 'b'\}"),
-        (
-            "kubernetes",
-            {"image": "i", "mounts": [{"source": "s", "path": "d"}]},
-            r"cluster\.mounts\.0\.path: .*found 'd'",
-        ),
         ("here", {}, r"expected launch\.on = 'kubernetes' or 'slurm'"),
         ("nomad", {}, r"launch\.on: .*found 'nomad': installed are here, kubernetes, slurm"),
     ],
@@ -190,10 +197,13 @@ def test_launcher_here_is_supervisor() -> None:
 
 
 def test_node_meets_at_first() -> None:
-    """The port is that of the cluster section. The number of ranks per node is that of accelerators, or the spec's."""
-    environment = {"DLAC_FIRST_NODE": "gpu01"}
-    launch = for_node(cluster_request("slurm", {"gpu": 4, "port": 29401}), environment).spec.launch
-    assert (launch.rendezvous, launch.nproc_per_node) == ("gpu01:29401", 4)
+    """Each job has a port of its own. The number of ranks per node is that of accelerators, or the spec's."""
+    environment = {"DLAC_FIRST_NODE": "gpu01", "DLAC_RENDEZVOUS_KEY": "a"}
+    launch = for_node(cluster_request("slurm", {"gpu": 4}), environment).spec.launch
+    other = for_node(cluster_request("slurm", {}), {**environment, "DLAC_RENDEZVOUS_KEY": "b"}).spec.launch
+    assert re.fullmatch("gpu01:2[0-9]{4}", launch.rendezvous)
+    assert launch.rendezvous != other.rendezvous
+    assert launch.nproc_per_node == 4
     assert for_node(cluster_request("slurm", {"gpu": 4}, nproc_per_node=2), environment).spec.launch.nproc_per_node == 2
     assert for_node(cluster_request("slurm", {"gpu": 4}, nodes=""), environment).spec.launch.nproc_per_node == 0
 

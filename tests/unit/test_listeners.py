@@ -74,10 +74,9 @@ class Gate:
     ("listeners", "message"),
     [
         ({"mlflow": {"password": "hunter2"}}, r"listeners\.mlflow\.password: unknown field.*found str"),
-        ({"mlflow": {"tracking_uri": "https://me:hunter2@host"}}, r"no secret, found one in mlflow\.tracking_uri"),
+        ({"mlflow": {"experiment": "https://me:hunter2@host"}}, r"no secret, found one in mlflow\.experiment"),
         ({"mine": {"api_key": "hunter2"}}, r"no secret, found one in mine\.api_key: .*environment variable"),
-        ({"other": {"mine": 3}}, r"a table of options for 'mine', found int"),
-        ({"end_ms": 3}, r"listeners\.end_ms: unknown field, did you mean 'end_s'"),
+        ({"mine": 3}, r"a table of options for 'mine', found int"),
         ({"prometheus": {"port": 80}}, r"listeners\.prometheus\.port: .*1024"),
     ],
 )
@@ -89,7 +88,7 @@ def test_wrong_settings_are_refused_by_name(listeners: dict[str, Any], message: 
 
 
 def test_short_table_names_other_listener() -> None:
-    """[listeners.mine] is [listeners.other.mine], also after a copy of the spec was read again."""
+    """[listeners.mine] has the options of another distribution's listener, also after a copy of the spec was read again."""
     spec = spec_with(mine={"path": "x"}, prometheus={})
     again = parse_spec(spec.model_dump(mode="json"), origin="a copy")
     prometheus = {"host": "127.0.0.1", "port": 9464}

@@ -261,7 +261,6 @@ BAD_SPECS: list[dict[Any, Any]] = [
     raw_spec(checkpoint={"store_properties": {"a": NUMBER}}),
     raw_spec(checkpoint={"store_properties": {"a": {"b": SECRET}}}),
     raw_spec(params={"token": NUMBER}),
-    raw_spec(cluster={"env": {"A": NUMBER}}),
     raw_spec(cluster={"options": {"A": NUMBER}}),
     {**raw_spec(), "password": SECRET},
     raw_spec() | cast(Any, {NUMBER: SECRET}),
@@ -326,7 +325,8 @@ def test_rendered_job_is_masked(on: str) -> None:
         "properties": {"s3.secret-access-key": SECRET},
     }
     raw["checkpoint"] = {"store": "s3://b/c", "store_properties": {"s3.session-token": SECRET}}
-    raw["cluster"] = {"env": {"WANDB_API_KEY": SECRET, "A": "shown"}, **({"image": "i"} if on == "kubernetes" else {})}
+    pod = {"metadata": {"labels": {"a": "shown"}}}
+    raw["cluster"] = {"image": "i", "pod": pod} if on == "kubernetes" else {"options": {"comment": "shown"}}
     job = render_job(Request(spec=parse_spec(raw, origin="the test").resolved(Path("/home/x"))))
     assert "shown" in job
     assert SECRET not in job

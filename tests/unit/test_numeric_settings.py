@@ -54,9 +54,7 @@ def numeric_settings() -> Iterator[tuple[type[BaseModel], str]]:
 def test_every_number_is_bounded() -> None:
     """Each numeric field has a minimum and a maximum, and refuses absurd values by name, with the bound and the value."""
     settings = list(numeric_settings())
-    assert {"weight", "world_size", "cpu", "keep_steps", "wait_s", "outage_s", "keep_snapshots"} <= {
-        name for _, name in settings
-    }
+    assert {"weight", "world_size", "cpu", "wait_s", "outage_s", "keep_snapshots"} <= {name for _, name in settings}
     for model, name in settings:
         field = model.model_fields[name]
         assert len(bounds_of(field)) == 2, f"{model.__name__}.{name} has no finite bounds"

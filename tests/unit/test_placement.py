@@ -21,7 +21,7 @@ from dlac_pipeline.spec.launch_request import Request
 from tests.cluster import COMPLETED, GOOD, Scripted, cluster_request
 from tests.conftest import Arena
 
-HOST_MOUNT = {"kind": "host", "source": "/nvme", "path": "/nvme"}
+HOST, CLAIM = {"hostPath": {"path": "/nvme"}}, {"persistentVolumeClaim": {"claimName": "claim"}}
 FACTS = "JobId=7 JobState={} ReqNodeList={} NodeList= BatchHost=n1\n"
 
 
@@ -50,6 +50,12 @@ def request_on_kubernetes(**cluster: Any) -> Request:
     request = cluster_request("kubernetes", {"image": "i", **cluster})
     checkpoint = request.spec.checkpoint.model_copy(update={"local": "/nvme/checkpoints"})
     return request.model_copy(update={"spec": request.spec.model_copy(update={"checkpoint": checkpoint})})
+
+
+def mounting(volume: dict[str, Any], **mount: Any) -> dict[str, Any]:
+    """Return the spec of pods that mount a volume at /nvme."""
+    node = {"name": "node", "volumeMounts": [{"name": "local", "mountPath": "/nvme", **mount}]}
+    return {"volumes": [{"name": "local", **volume}], "containers": [node]}
 
 
 def pod_of(text: str) -> dict[str, Any]:
@@ -170,7 +176,7 @@ def test_pods_prefer_holders() -> None:
 
     mine = {"weight": 1, "preference": {"matchExpressions": [{"key": "zone", "operator": "Exists"}]}}
     rule = {"affinity": {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [mine]}}}
-    request = request_on_kubernetes(mounts=[HOST_MOUNT], pod={"spec": rule})
+    request = request_on_kubernetes(pod={"spec": {**mounting(HOST), **rule}})
     template = pod_of(Kubernetes(request).render(request, near=["k2", "k1"]))
     ours, theirs = template["spec"]["affinity"]["nodeAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
     named = {"key": "kubernetes.io/hostname", "operator": "In", "values": ["k2", "k1"]}
@@ -183,10 +189,12 @@ def test_pods_prefer_holders() -> None:
     assert field in container["env"]
 
 
-@pytest.mark.parametrize("mounts", [[], [{**HOST_MOUNT, "read_only": True}], [{"source": "claim", "path": "/nvme"}]])
-def test_pods_without_copies_prefer_nothing(mounts: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize(
+    "pod", [{}, mounting(HOST, readOnly=True), mounting(CLAIM)], ids=["none", "read only", "claim"]
+)
+def test_pods_without_copies_prefer_nothing(pod: dict[str, Any]) -> None:
     """A copy in a pod's own folder is lost with the pod, and one on a claim is equally near from each node."""
-    request = request_on_kubernetes(mounts=mounts)
+    request = request_on_kubernetes(pod={"spec": pod})
     assert "affinity" not in pod_of(Kubernetes(request).render(request, near=["k1"]))["spec"]
 
 

@@ -17,3 +17,9 @@ def test_reference_matches_code(name: str) -> None:
     generator = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(generator)
     assert (generator.PAGES / name).read_text() == generator.pages()[name]
+
+
+def test_job_spec_has_few_settings() -> None:
+    """A setting that no user can choose better than the program is a constant of its module."""
+    text = (_GENERATOR.parent / "reference" / "settings.md").read_text()
+    assert sum(line.startswith("| `") for line in text.splitlines()) <= 100

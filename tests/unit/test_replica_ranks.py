@@ -19,7 +19,7 @@ from dlac_pipeline.supervise.liveness.heartbeat import HeartbeatFile, Phase, Spe
 if TYPE_CHECKING:
     from pathlib import Path
 
-LAUNCH = LaunchSpec(script="train.py", replicas=3, hang_timeout_s=10, start_timeout_s=100)
+LAUNCH = LaunchSpec(script="train.py", replicas=3, hang_timeout_s=10)
 KILLED = -9
 
 

@@ -25,7 +25,7 @@ POINT = FreshStart(attempt=1, nonce="n", replaces=0, leg="{}", leg_is_new=True)
 @pytest.fixture
 def when(tmp_path: Path) -> Iterator[CheckpointPolicy]:
     """Yield the policy of rank 0, in a job for up to two nodes."""
-    launch = {"nodes": "1:2", "rendezvous": "host:1", "grace_s": 25.0}
+    launch = {"nodes": "1:2", "rendezvous": "host:1", "deadline_s": 25.0}
     spec = small_spec(order={"batch_size": 4, "key_groups": 4, "steps": 1}, launch=launch)
     policy_of_rank_0 = CheckpointPolicy(spec, 0, tmp_path, EventWriter(tmp_path, 0))
     policy_of_rank_0.resumed(POINT, Mock())

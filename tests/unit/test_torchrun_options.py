@@ -33,7 +33,7 @@ def settings(*options: str, launch: LaunchSpec = LAUNCH, **variables: str) -> di
         (["--master-addr", "node-1", "--master-port", "1234", "--node-rank", "1"], {"rendezvous": "node-1:1234"}),
         (["--rdzv-conf", "timeout=60,key_file=/k"], {"gather_timeout_s": "60", "rendezvous_key_file": "/k"}),
         (["--max-restarts", "0", "--start-method", "spawn"], {"max_restarts": 0, "start": "spawn"}),
-        (["--rdzv-backend", "c10d", "--rdzv-id", "r", "--shutdown-timeout", "9"], {"grace_s": 9}),
+        (["--rdzv-backend", "c10d", "--rdzv-id", "r", "--shutdown-timeout", "9"], {"deadline_s": 9}),
         ([], {}),
     ],
 )

@@ -149,7 +149,7 @@ class Retention:
             before = checkpoints[row.parent].step if row.parent in checkpoints else 0
             again = row.step in steps
             # The multiple of `keep_every_steps` that the checkpoint stands for may be after its parent's step.
-            milestone = row.step in self._settings.keep_steps or (every > 0 and row.step // every > before // every)
+            milestone = every > 0 and row.step // every > before // every
             if parent not in out and (again or milestone or len(steps) < keep_last):
                 kept.add(parent)
                 steps.add(row.step)

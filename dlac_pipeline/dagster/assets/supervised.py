@@ -97,7 +97,7 @@ def supervise_launch(
                 on_asking()
                 process.send_signal(signal.SIGTERM)
                 extra_s = MARGIN_S if launch.on == "here" else LISTENS_S + _ASKING_S
-                for event in voice.events(within_s=launch.leave_s + extra_s):
+                for event in voice.events(within_s=launch.deadline_s + extra_s):
                     _pass_on(on_event, {**event, "asked": True})
         finally:
             _kill(process)

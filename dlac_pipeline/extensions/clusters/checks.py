@@ -10,7 +10,7 @@ from dlac_pipeline.lakehouse.named_catalogs import configured
 from dlac_pipeline.spec.job_spec import JobSpec, home_folder
 
 _OF_SLURM = ("options",)
-_OF_KUBERNETES = ("queue", "namespace", "mounts", "pod")
+_OF_KUBERNETES = ("queue", "namespace", "pod")
 _OURS = {
     *("nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "gpus-per-node", "mem", "time"),
     *("signal", "no-kill", "requeue", "no-requeue", "job-name", "output", "error", "open-mode"),
@@ -71,17 +71,14 @@ def _check_options(cluster: ClusterSpec) -> None:
 
 def _check_mounted(spec: JobSpec) -> None:
     """Refuse folders of a pod's own, which end with it: the next pod would find neither checkpoints nor tables."""
-    mounts = [Path(mount.path) for mount in spec.section(ClusterSpec).mounts if mount.writable]
-    for container in _containers(spec.section(ClusterSpec)):
-        added = container.get("volumeMounts", []) if container["name"] == NODE else []
-        mounts += [Path(mount["mountPath"]) for mount in added if not mount.get("readOnly")]
+    mounts = [Path(mount["mountPath"]) for mount in writable_mounts(spec.section(ClusterSpec))]
     places = {"checkpoint.store": spec.checkpoint.store, "lakehouse.warehouse": spec.lakehouse.warehouse}
     for name, place in places.items():
         folder = place.removeprefix("file://").removeprefix("file:")
         if folder.startswith("/") and not any(Path(folder).is_relative_to(mount) for mount in mounts):
             raise SpecInvalid(
                 f"expected {name} that all pods reach, found {place!r}, in no folder that they mount to write: name a bucket, or "
-                "a folder in one of cluster.mounts"
+                "a folder in one of the volumeMounts of the container 'node' in cluster.pod"
             )
 
 
@@ -95,8 +92,14 @@ def _check_pod(cluster: ClusterSpec) -> None:
     if found:
         raise SpecInvalid(
             f"expected no {found[0]}, which Kubernetes ignores there or DLAC sets itself (launch.deadline_s, "
-            "cluster.time_limit_s, retries, image, python, env): leave it out"
+            "cluster.time_limit_s, retries, image, python): leave it out"
         )
+
+
+def writable_mounts(cluster: ClusterSpec) -> list[dict[str, Any]]:
+    """Return the volume mounts of the node's container that it can write to, as Kubernetes writes them."""
+    found = [mount for each in _containers(cluster) if each["name"] == NODE for mount in each.get("volumeMounts", [])]
+    return [mount for mount in found if not mount.get("readOnly")]
 
 
 def _containers(cluster: ClusterSpec) -> list[dict[str, Any]]:

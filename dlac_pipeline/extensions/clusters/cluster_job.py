@@ -127,7 +127,7 @@ class ClusterJob:
         self._gone_s = gone_s
         self._stop = threading.Event()
         self._events = NodeEvents(self._report)
-        self._leave_s = request.spec.launch.leave_s + LISTENS_S
+        self._leave_s = request.spec.launch.deadline_s + LISTENS_S
         self._cancel_again_at = 0.0
         self._ending_since: float | None = None
         self._over_since: float | None = None

@@ -1,6 +1,6 @@
 """Kubernetes: a JobSet, or a TrainJob of Kubeflow with the same pods, and a secret with the request, rendered from templates.
 
-Pods prefer nodes that hold the newest checkpoint, if `checkpoint.local` is on a host mount, where copies outlive pods.
+Pods prefer nodes that hold the newest checkpoint, if `checkpoint.local` is in a volume of the host, where copies outlive pods.
 """
 
 import json
@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from dlac_pipeline.extensions.clusters.checks import NODE, check_kubernetes
+from dlac_pipeline.extensions.clusters.checks import NODE, check_kubernetes, writable_mounts
 from dlac_pipeline.extensions.clusters.scheduler import ANSWER_S, JobState, job_name, leave_s
 from dlac_pipeline.extensions.clusters.settings import ClusterSpec
 from dlac_pipeline.lakehouse.errors import BadInput
@@ -171,31 +171,18 @@ def documents(request: Request, near: Sequence[str] = ()) -> list[Document]:
     }
     secret, jobset = _filled("jobset.yaml", values)
     job = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
-    for part in (_preference(request, near), _additions(cluster), cluster.pod):
+    for part in (_preference(request, near), cluster.pod):
         job["template"] = merged(job["template"], part)
     if cluster.kind == "trainjob":
         return [secret, *_filled("trainjob.yaml", {**values, "jobset_spec": jobset["spec"]})]
     return [secret, jobset]
 
 
-def _additions(cluster: ClusterSpec) -> Document:
-    """Return the user's variables and mounts, as a part of a pod. Kubernetes reads $(NAME) in a value, and $$ as one dollar."""
-    mounts = {f"mount-{number}": mount for number, mount in enumerate(cluster.mounts)}
-    node = {
-        "name": NODE,
-        "env": [{"name": key, "value": value.replace("$", "$$")} for key, value in cluster.env.items()],
-        "volumeMounts": [
-            {"name": key, "mountPath": one.path, "readOnly": not one.writable} for key, one in mounts.items()
-        ],
-    }
-    return {"spec": {"containers": [node], "volumes": [{"name": name, **one.volume()} for name, one in mounts.items()]}}
-
-
 def _preference(request: Request, nodes: Sequence[str]) -> Document:
     """Return a part of a pod by which it prefers nodes, where copies of checkpoints are in their folders and outlive pods."""
-    mounts = [
-        mount.path for mount in request.spec.section(ClusterSpec).mounts if mount.kind == "host" and mount.writable
-    ]
+    cluster = request.spec.section(ClusterSpec)
+    on_host = {each.get("name") for each in cluster.pod.get("spec", {}).get("volumes", []) if "hostPath" in each}
+    mounts = [mount["mountPath"] for mount in writable_mounts(cluster) if mount.get("name") in on_host]
     if not nodes or not any(Path(request.spec.checkpoint.local).is_relative_to(path) for path in mounts):
         return {}
     named = {"key": _NODE_LABEL, "operator": "In", "values": [*nodes]}

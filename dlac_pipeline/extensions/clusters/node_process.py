@@ -10,9 +10,12 @@ import socket
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 
+from dlac_pipeline.elastic.sealed_store import KEY_VARIABLE
 from dlac_pipeline.extensions.clusters.scheduler import FIRST_NODE_VARIABLE, KEY_FILE_VARIABLE, UNFINISHED_EXIT_CODE
 from dlac_pipeline.extensions.clusters.settings import ClusterSpec
 from dlac_pipeline.extensions.clusters.slurm import Slurm
@@ -26,6 +29,8 @@ from dlac_pipeline.launchers.serve import report_error, run_and_report
 from dlac_pipeline.spec.launch_request import Request, unpack
 from dlac_pipeline.supervise.claims import to_replace
 
+_FIRST_PORT, _PORTS = 20_000, 10_000
+"""Ports of rendezvous, below those that the kernel gives to connections."""
 _JOB_VARIABLE = "SLURM_JOB_ID"
 _RESTARTS_VARIABLE = "SLURM_RESTART_COUNT"
 """Slurm: number of times that the job was queued again. Absent the first time."""
@@ -34,12 +39,19 @@ _RESTARTS_VARIABLE = "SLURM_RESTART_COUNT"
 def for_node(request: Request, environment: Mapping[str, str]) -> Request:
     """Return the request with address and key of the rendezvous. Where nodes have accelerators, each has as many ranks."""
     launch, cluster = request.spec.launch, request.spec.section(ClusterSpec)
-    meets = f"{environment.get(FIRST_NODE_VARIABLE, 'localhost')}:{cluster.port}"
+    meets = f"{environment.get(FIRST_NODE_VARIABLE, 'localhost')}:{_port_of(environment)}"
     ranks = launch.nproc_per_node or (cluster.gpu if launch.nodes else 0)
     key_file = launch.rendezvous_key_file or environment.get(KEY_FILE_VARIABLE, "")
     here = {"rendezvous": meets, "rendezvous_key_file": key_file, "nproc_per_node": ranks}
     launch = launch.model_copy(update=here)
     return request.model_copy(update={"spec": request.spec.model_copy(update={"launch": launch})})
+
+
+def _port_of(environment: Mapping[str, str]) -> int:
+    """Return the port of a job's rendezvous, by the key that all its nodes have. Jobs that share a node have others."""
+    file = Path(environment.get(KEY_FILE_VARIABLE, ""))
+    key = file.read_bytes() if file.is_file() else environment.get(KEY_VARIABLE, "").encode()
+    return _FIRST_PORT + zlib.crc32(key) % _PORTS
 
 
 def this_start(environment: Mapping[str, str]) -> str:

@@ -71,4 +71,4 @@ def job_name(request: Request) -> str:
 
 def leave_s(request: Request) -> int:
     """Return the whole seconds from SIGTERM until a node is gone."""
-    return math.ceil(request.spec.launch.leave_s) + _MARGIN_S
+    return math.ceil(request.spec.launch.deadline_s) + _MARGIN_S

@@ -6,36 +6,8 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from dlac_pipeline.spec.sections import ExtensionSection
-from dlac_pipeline.spec.spec_problems import Section
 
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
-
-
-class MountSpec(Section):
-    """A volume from outside a node's container."""
-
-    kind: Literal["claim", "host", "secret"] = "claim"
-    """"claim": a persistent volume claim. "host": a folder of the node. "secret": a secret, with a file for each key that only
-    the owner can read (mode 0400)."""
-    source: str = Field(min_length=1)
-    """Name of the claim or of the secret, or path on the node."""
-    path: str = Field(pattern=r"^/")
-    """Path of the mount in the pod."""
-    read_only: bool = False
-    """Refuse writes by nodes. A secret is always read-only."""
-
-    @property
-    def writable(self) -> bool:
-        """True if nodes may write to it."""
-        return not self.read_only and self.kind != "secret"
-
-    def volume(self) -> dict[str, Any]:
-        """Return the volume as Kubernetes writes it."""
-        if self.kind == "secret":
-            return {"secret": {"secretName": self.source, "defaultMode": 0o400}}
-        if self.kind == "host":
-            return {"hostPath": {"path": self.source}}
-        return {"persistentVolumeClaim": {"claimName": self.source}}
 
 
 class ClusterSpec(ExtensionSection):
@@ -54,13 +26,9 @@ class ClusterSpec(ExtensionSection):
     """Memory of a node in megabytes. 0: the scheduler's default."""
     time_limit_s: int = Field(default=0, ge=0, le=31_536_000)
     """Seconds until the scheduler ends the job. 0: the scheduler's limit."""
-    port: int = Field(default=29400, ge=1024, le=65535)
-    """Port at which the first node serves the rendezvous."""
     retries: int = Field(default=0, ge=0, le=1000)
     """Restarts of a failed job. On Slurm all nodes restart together, and preemptions count. On Kubernetes each pod restarts
     alone. Preempted jobs and pods are always restarted."""
-    env: dict[str, str] = Field(default_factory=dict)
-    """Environment variables of the nodes. launch.env has the ranks' variables."""
     options: dict[str, str] = Field(default_factory=dict)
     """Slurm: further options of sbatch by their long names, e.g. {partition = "h100", account = "lm"}. An option without a value
     has an empty one, e.g. {exclusive = ""}."""
@@ -70,13 +38,11 @@ class ClusterSpec(ExtensionSection):
     """Kubernetes: local queue of Kueue."""
     namespace: str = ""
     """Kubernetes: namespace. Empty: default."""
-    mounts: list[MountSpec] = Field(default_factory=list)
-    """Kubernetes: volumes that pods mount."""
     pod: dict[str, Any] = Field(default_factory=dict)
-    """Kubernetes: settings that are merged into each pod, in the words of Kubernetes (spec.serviceAccountName, spec.tolerations
-    ...). A container named "node" is merged into the container of the node."""
+    """Kubernetes: settings that are merged into each pod, in the words of Kubernetes (spec.volumes, spec.tolerations ...). A
+    container named "node" is merged into the container of the node: its volumeMounts, env ..."""
 
-    @field_validator("env", "options")
+    @field_validator("options")
     @classmethod
     def _named(cls, settings: dict[str, str]) -> dict[str, str]:
         wrong = [name for name in settings if not _PLAIN.fullmatch(name)]

@@ -68,7 +68,7 @@ class Slurm:
         }
         lines = [f"#SBATCH --{name}={value}" for name, value in options.items() if value]
         lines += [f"#SBATCH --{name}={value}".rstrip("=") for name, value in cluster.options.items()]
-        environment = {KEY_VARIABLE: secrets.token_hex(32), **cluster.env, REQUEST_VARIABLE: pack(request)}
+        environment = {KEY_VARIABLE: secrets.token_hex(32), REQUEST_VARIABLE: pack(request)}
         least, most = launch.min_nodes, launch.max_nodes
         return Template(files(__package__).joinpath("job.sbatch").read_text()).substitute(
             name=job_name(request),

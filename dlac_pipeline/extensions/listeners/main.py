@@ -102,6 +102,7 @@ class Subscription:
 
 def main() -> int:
     """Pass events to listeners until standard input ends. Return the exit status."""
+    began = time.monotonic()
     # A scheduler signals every process of a job, and the last events are still to come.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -123,7 +124,7 @@ def main() -> int:
     for last in (*translator.end("lost", reason="the supervisor was lost"), None):
         for each in subscriptions:
             each.put(last)
-    deadline = time.monotonic() + head["end_s"]
+    deadline = max(time.monotonic() + head["end_s"], began + head["least_s"])
     for each in subscriptions:
         each.join(deadline)
     return 0

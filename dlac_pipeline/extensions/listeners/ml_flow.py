@@ -29,9 +29,9 @@ _STATUS = {"finished": "FINISHED", "caught_up": "FINISHED", "stopped": "KILLED",
 class MLflowListener(Tracker):
     """Writer of an MLflow run for each branch, which is known by its tags `dlac.ledger`, `dlac.run` and `dlac.branch`."""
 
-    def __init__(self, spec: JobSpec, *, tracking_uri: str, experiment: str) -> None:
+    def __init__(self, spec: JobSpec, *, experiment: str) -> None:
         super().__init__(spec)
-        self._client = MlflowClient(tracking_uri=tracking_uri or None)
+        self._client = MlflowClient()
         try:
             self._experiment = self._client.create_experiment(experiment)
         except MlflowException:  # it exists

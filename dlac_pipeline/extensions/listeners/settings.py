@@ -5,15 +5,17 @@ No option is a secret. Each library reads its own environment variables, so that
 
 from typing import Any
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from dlac_pipeline.lakehouse.doors import Door
 from dlac_pipeline.lakehouse.masking import is_secret_name, mask_secrets
 from dlac_pipeline.spec.sections import EventReceiver, ExtensionSection
-from dlac_pipeline.spec.spec_problems import Section, Wait
+from dlac_pipeline.spec.spec_problems import Section
 
 LISTENERS = Door("dlac.listeners", "listener")
 _PROGRAM = "dlac_pipeline.extensions.listeners.main"
+_END_S = 5.0
+"""Seconds for the last events: nodes of a cluster's job are killed ten seconds after their deadline."""
 ENDPOINTS = ("prometheus",)
 """Listeners that are asked during a launch. A command has ended before anyone asks, so they receive none of its events."""
 
@@ -26,10 +28,8 @@ class OpenLineageSpec(Section):
 
 
 class MLflowSpec(Section):
-    """MLflow. Its client reads credentials from MLFLOW_TRACKING_USERNAME, MLFLOW_TRACKING_PASSWORD or MLFLOW_TRACKING_TOKEN."""
+    """MLflow. Its client reads MLFLOW_TRACKING_URI, and MLFLOW_TRACKING_USERNAME and _PASSWORD, or MLFLOW_TRACKING_TOKEN."""
 
-    tracking_uri: str = ""
-    """Address of the tracking server, without credentials. Empty: MLFLOW_TRACKING_URI."""
     experiment: str = Field(default="dlac", min_length=1)
     """Experiment, which is made if it does not exist."""
 
@@ -55,9 +55,9 @@ class PrometheusSpec(Section):
 
 
 class ListenersSpec(ExtensionSection):
-    """Receivers of the run's events: OpenLineage, MLflow, Weights & Biases, OpenTelemetry, Prometheus, or your own."""
+    """Receivers of the run's events: OpenLineage, MLflow, W&B, OpenTelemetry, Prometheus, or another entry of dlac.listeners."""
 
-    model_config = ConfigDict(json_schema_extra={"additionalProperties": {"type": "object"}})
+    model_config = ConfigDict(extra="allow", json_schema_extra={"additionalProperties": {"type": "object"}})
 
     openlineage: OpenLineageSpec | None = None
     """Lineage of each attempt, to an OpenLineage endpoint."""
@@ -69,32 +69,13 @@ class ListenersSpec(ExtensionSection):
     """Recoveries as spans, and gauges, to an OTLP endpoint."""
     prometheus: PrometheusSpec | None = None
     """Gauges and counters, as an endpoint for Prometheus."""
-    other: dict[str, Any] = Field(default_factory=dict)
-    """Listeners of other distributions by their names in the entry point group dlac.listeners, with a table of options each.
-    [listeners.NAME] is short for [listeners.other.NAME]."""
-    end_s: Wait = 5.0
-    """Seconds that the end of a launch waits for listeners."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _take_other_names(cls, raw: Any) -> Any:
-        if not isinstance(raw, dict) or not isinstance(raw.get("other", {}), dict):
-            return raw
-        short = {name: table for name, table in raw.items() if name not in cls.model_fields and isinstance(table, dict)}
-        rest = {name: value for name, value in raw.items() if name not in short}
-        return {**rest, "other": {**rest.get("other", {}), **short}} if short else rest
-
-    @field_validator("other")
-    @classmethod
-    def _have_tables(cls, other: dict[str, Any]) -> dict[str, Any]:
-        if own := sorted(other.keys() & cls.model_fields.keys()):
-            raise ValueError(
-                f"expected a listener of another distribution, found {own[0]!r}: write [listeners.{own[0]}]"
-            )
-        wrong = [name for name, options in other.items() if not isinstance(options, dict)]
-        if wrong:
-            raise ValueError(f"expected a table of options for {wrong[0]!r}, found {type(other[wrong[0]]).__name__}")
-        return other
+    @model_validator(mode="after")
+    def _have_tables(self) -> "ListenersSpec":
+        for name, options in self._others.items():
+            if not isinstance(options, dict):
+                raise ValueError(f"expected a table of options for {name!r}, found {type(options).__name__}")
+        return self
 
     @model_validator(mode="after")
     def _has_no_secret(self) -> "ListenersSpec":
@@ -110,7 +91,12 @@ class ListenersSpec(ExtensionSection):
     def chosen(self) -> dict[str, dict[str, Any]]:
         """Return the name of each listener -> its options."""
         fields = {name: getattr(self, name) for name in type(self).model_fields}
-        return {name: each.model_dump() for name, each in fields.items() if isinstance(each, Section)} | self.other
+        return {name: each.model_dump() for name, each in fields.items() if isinstance(each, Section)} | self._others
+
+    @property
+    def _others(self) -> dict[str, Any]:
+        """The tables of listeners of other distributions."""
+        return dict(self.model_extra or {})
 
     def check_here(self) -> None:
         """Raise `BadInput` for a chosen listener that is unknown, or whose package is not installed. Imports none of them."""
@@ -122,4 +108,4 @@ class ListenersSpec(ExtensionSection):
         """The process of the chosen listeners."""
         chosen = self.chosen()
         takes_commands = bool(chosen.keys() - set(ENDPOINTS))
-        return EventReceiver(module=_PROGRAM, end_s=self.end_s, takes_commands=takes_commands) if chosen else None
+        return EventReceiver(module=_PROGRAM, end_s=_END_S, takes_commands=takes_commands) if chosen else None

@@ -108,7 +108,7 @@ class Lighthouse:
 
 def start_limit_s(spec: JobSpec) -> float:
     """Return the seconds within which a lighthouse starts."""
-    return _START_SHARE * max(spec.launch.hang_timeout_s, spec.launch.start_timeout_s)
+    return _START_SHARE * spec.launch.start_timeout_s
 
 
 def make_server(*, port: int = 0, stragglers_s: float) -> Any:

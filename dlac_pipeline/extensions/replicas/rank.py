@@ -61,7 +61,7 @@ def take_own_group(spec: JobSpec) -> None:
 
 def limit_s(launch: LaunchSpec) -> float:
     """Return the seconds for which groups wait for each other. One that is present may still load the state of a peer."""
-    return max(launch.hang_timeout_s, launch.start_timeout_s) + HANG_MARGIN_S
+    return launch.start_timeout_s + HANG_MARGIN_S
 
 
 _HELD_WITHIN_S = 10.0

@@ -25,8 +25,8 @@ _MOST_WAITING = 10_000
 """Events that wait for a process that reads none. Further ones are lost."""
 _MARGIN_S = 2.0
 """Extra seconds for the process, past the time that it gives to its listeners."""
-_COMMAND_S = 30.0
-"""Seconds that a command waits for listeners at least, because their libraries are imported first."""
+_LEAST_S = 60.0
+"""Seconds that a process has at least, because the libraries of listeners are imported first. A command ends before."""
 _log = logging.getLogger(__name__)
 
 
@@ -66,9 +66,9 @@ class ListenerProcess(AbstractContextManager["ListenerProcess"]):
     def __init__(self, spec: JobSpec, *, launched_by: str = "", is_command: bool = False) -> None:
         self._spec = spec
         self._receiver = spec.event_receiver
-        end_s = 0.0 if self._receiver is None else self._receiver.end_s
-        self._end_s = max(_COMMAND_S, end_s) if is_command else end_s
-        self._head = {"launched_by": launched_by, "is_command": is_command, "end_s": self._end_s}
+        self._end_s = 0.0 if self._receiver is None else self._receiver.end_s
+        self._head = {"launched_by": launched_by, "is_command": is_command, "end_s": self._end_s, "least_s": _LEAST_S}
+        self._began = 0.0
         self._lines: SimpleQueue[Event | None] = SimpleQueue()
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: threading.Thread | None = None
@@ -79,7 +79,7 @@ class ListenerProcess(AbstractContextManager["ListenerProcess"]):
             return
         self.send({"event": "closed"} if err is None else {"event": "error", "message": f"{type(err).__name__}: {err}"})
         self._lines.put(None)
-        deadline = time.monotonic() + self._end_s + _MARGIN_S
+        deadline = max(time.monotonic() + self._end_s, self._began + _LEAST_S) + _MARGIN_S
         self._writer.join(deadline - time.monotonic())
         process = self._process
         if process is None:
@@ -98,7 +98,7 @@ class ListenerProcess(AbstractContextManager["ListenerProcess"]):
             return
         self._lines.put({"at": time.time(), **event})
         if self._writer is None:
-            program = self._receiver.module
+            self._began, program = time.monotonic(), self._receiver.module
             self._writer = threading.Thread(target=self._write, args=(program,), name="listeners", daemon=True)
             self._writer.start()
 

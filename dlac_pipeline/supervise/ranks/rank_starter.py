@@ -93,7 +93,7 @@ class RankStart:
             abort=partial(self._abort, user),
             why_unknown=partial(fork_server.why_gone, self.spec),
             on_gone=partial(fork_server.remove_user, user),
-            patience_s=max(launch.hang_timeout_s, launch.start_timeout_s),
+            patience_s=launch.start_timeout_s,
         )
 
     def start_ranks(
