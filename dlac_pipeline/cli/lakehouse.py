@@ -95,9 +95,9 @@ def register(
 
     Folders such as day=2026-11-25 are partitions. A file that has changed under its name is refused.
     """
+    from dlac_pipeline.extensions.registration.register import preview
+    from dlac_pipeline.extensions.registration.register import register as register_files
     from dlac_pipeline.lakehouse.iceberg.connect import has_catalog
-    from dlac_pipeline.lakehouse.registration.register import preview
-    from dlac_pipeline.lakehouse.registration.register import register as register_files
 
     config = ui.config_of(home) if spec is None else ui.resolved(spec, home).lakehouse
     if dry_run and not has_catalog(config):

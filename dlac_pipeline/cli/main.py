@@ -20,7 +20,6 @@ from dlac_pipeline.cli import (
     checkpoints,
     lakehouse,
     logs,
-    projects,
     provenance,
     runs,
     training,
@@ -28,6 +27,7 @@ from dlac_pipeline.cli import (
 from dlac_pipeline.cli.display import Interrupted
 from dlac_pipeline.cli.extension_commands import ExtensibleGroup
 from dlac_pipeline.cli.shared import ERR, OUT, terminal_text
+from dlac_pipeline.extensions.registration import commands as projects
 from dlac_pipeline.lakehouse.errors import DlacError
 from dlac_pipeline.lakehouse.variables import check_pyiceberg
 from dlac_pipeline.launchers.bug_report import report_unexpected

@@ -189,8 +189,8 @@ def config_of(home: Path | None, catalog: str | None = None) -> LakehouseConfig:
 
 def lakehouse_for_files(config: LakehouseConfig, table: str, location: str) -> "Lakehouse":
     """Return the lakehouse in which Parquet files at a location become a table. Files that cannot be one make none."""
+    from dlac_pipeline.extensions.registration.register import preview
     from dlac_pipeline.lakehouse.iceberg.connect import connect, has_catalog
-    from dlac_pipeline.lakehouse.registration.register import preview
 
     if not has_catalog(config):
         preview(config, table, location)

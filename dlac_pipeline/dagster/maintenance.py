@@ -184,7 +184,7 @@ def rehearse_job() -> None:
 @dg.op(description="Adds the new Parquet files at the location of each registered table, in one commit per table.")
 def new_files_registered(context: dg.OpExecutionContext, lakehouse: LakehouseResource) -> dg.Output[None]:
     """A table of the work that was done. Fails after all tables if a file was refused."""
-    from dlac_pipeline.lakehouse.registration.register import register, registered_tables
+    from dlac_pipeline.extensions.registration.register import register, registered_tables
 
     place = lakehouse.lakehouse()
     done, problems = [], []
@@ -219,7 +219,7 @@ def build_registration_sensor(lakehouse: LakehouseResource) -> dg.SensorDefiniti
         description="Registers Parquet files that appear at the locations of registered tables. Off until you turn it on.",
     )
     def registration_sensor() -> list[dg.RunRequest] | dg.SkipReason:
-        from dlac_pipeline.lakehouse.registration.register import find_new_files, registered_tables
+        from dlac_pipeline.extensions.registration.register import find_new_files, registered_tables
 
         place, found, reasons = lakehouse.lakehouse(), list[str](), list[str]()
         for name, location in registered_tables(place):

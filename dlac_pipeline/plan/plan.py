@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
+from dlac_pipeline.extensions.registration.register import check_registered
 from dlac_pipeline.lakehouse.errors import DlacError
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.iceberg.pins import release_pins
 from dlac_pipeline.lakehouse.iceberg.snapshots import check_pinned
 from dlac_pipeline.lakehouse.iceberg.sources import check_files_exist
 from dlac_pipeline.lakehouse.ledger.plans import PlanRow, find_plan, get_plan, read_units
-from dlac_pipeline.lakehouse.registration.register import check_registered
 from dlac_pipeline.lakehouse.source_names import split_identifier
 from dlac_pipeline.plan.units import UnitTable
 from dlac_pipeline.spec.job_spec import SourceSpec

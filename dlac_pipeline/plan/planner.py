@@ -14,6 +14,7 @@ from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 from pyiceberg.table.snapshots import Snapshot
 
+from dlac_pipeline.extensions.registration.register import check_registered, name_outside
 from dlac_pipeline.lakehouse.errors import EmptyPlan, NoSuchColumn, SpecInvalid
 from dlac_pipeline.lakehouse.filters.grammar import parse_filter
 from dlac_pipeline.lakehouse.history.row_matching import identity_keys
@@ -23,7 +24,6 @@ from dlac_pipeline.lakehouse.iceberg.row_groups import FilesToRead, RowGroup, ro
 from dlac_pipeline.lakehouse.iceberg.snapshots import schema_id_of, snapshot_of
 from dlac_pipeline.lakehouse.iceberg.sources import load_version
 from dlac_pipeline.lakehouse.ledger.plans import WORK_UNITS_ARROW, PlanRow, find_plan, read_units, write_plan
-from dlac_pipeline.lakehouse.registration.register import check_registered, name_outside
 from dlac_pipeline.plan.plan import Plan, unit_table
 from dlac_pipeline.plan.row_keys import row_keys_of, write_row_keys
 from dlac_pipeline.plan.units import Ints

@@ -9,7 +9,7 @@ import pytest
 
 from dlac_pipeline.audit import plots
 from dlac_pipeline.dagster.assets.pages import model_page
-from dlac_pipeline.lakehouse.registration.register import register
+from dlac_pipeline.extensions.registration.register import register
 from tests.conftest import Arena
 
 _PICTURES = ("loss_curve", "coverage", "checkpoint_cost", "time")

@@ -7,8 +7,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from dlac_pipeline.extensions.registration.register import register
 from dlac_pipeline.lakehouse.errors import UnsupportedColumn
-from dlac_pipeline.lakehouse.registration.register import register
 from dlac_pipeline.plan.legs.choice import plan_sources
 from tests.conftest import Arena
 

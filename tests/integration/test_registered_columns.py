@@ -8,11 +8,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from dlac_pipeline.extensions.registration.register import Registered, register
 from dlac_pipeline.lakehouse.errors import DlacError, SpecInvalid, UnsupportedColumn
 from dlac_pipeline.lakehouse.files.parquet import open_parquet
 from dlac_pipeline.lakehouse.iceberg.columns import FileColumns, name_mapping_of
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
-from dlac_pipeline.lakehouse.registration.register import Registered, register
 from dlac_pipeline.plan.planner import make_plan
 from dlac_pipeline.spec.job_spec import SourceSpec
 from tests.conftest import Arena

@@ -37,7 +37,7 @@ class TrainingRunScaffolder(dg.Scaffolder):
 
     def scaffold(self, request: dg.ScaffoldRequest) -> None:
         """Write the files."""
-        from dlac_pipeline.operations.new_project import scaffold_job
+        from dlac_pipeline.extensions.registration.new_project import scaffold_job
 
         dg.scaffold_component(request, {"spec_file": "job.toml"})
         (request.target_path / "job.toml").write_text(scaffold_job(request.target_path.name))

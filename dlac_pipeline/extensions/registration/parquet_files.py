@@ -18,9 +18,9 @@ from pyiceberg.io.pyarrow import PyArrowFileIO
 from pyiceberg.schema import Schema, assign_fresh_schema_ids, promote
 from pyiceberg.types import LongType, NestedField, PrimitiveType, StringType
 
+from dlac_pipeline.extensions.registration.column_types import FoundColumns, find_columns
 from dlac_pipeline.lakehouse.errors import DataFileUnreadable, SpecInvalid, UnsupportedColumn
 from dlac_pipeline.lakehouse.iceberg.columns import expect
-from dlac_pipeline.lakehouse.registration.column_types import FoundColumns, find_columns
 
 WILD = re.compile(r"[*?\[]")
 INTEGER = re.compile(r"-?[0-9]{1,18}")

@@ -18,11 +18,17 @@ from pyiceberg.table import Table
 from pyiceberg.transforms import IdentityTransform
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from dlac_pipeline.extensions.registration.column_choice import (
+    Kind,
+    Sample,
+    check_wanted,
+    choose_columns,
+    count_classes,
+)
 from dlac_pipeline.lakehouse.errors import DataFileUnreadable, EmptyPlan, SpecInvalid, UnsupportedColumn
 from dlac_pipeline.lakehouse.files.parquet import open_parquet
 from dlac_pipeline.lakehouse.iceberg.columns import FileColumns, name_mapping_of
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, reachable
-from dlac_pipeline.operations.column_choice import Kind, Sample, check_wanted, choose_columns, count_classes
 from dlac_pipeline.rows.columns import check_names
 from dlac_pipeline.spec.job_spec import parse_spec, read_spec
 

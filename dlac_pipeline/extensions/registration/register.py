@@ -21,13 +21,8 @@ from pyiceberg.transforms import IdentityTransform
 from pyiceberg.typedef import Identifier, Record
 from pyiceberg.types import LongType, NestedField
 
-from dlac_pipeline.lakehouse import errors
-from dlac_pipeline.lakehouse.config import LakehouseConfig
-from dlac_pipeline.lakehouse.files.parquet import open_parquet
-from dlac_pipeline.lakehouse.iceberg.columns import READ_BY_NAME, expect
-from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, reachable
-from dlac_pipeline.lakehouse.registration.file_metrics import describe_file
-from dlac_pipeline.lakehouse.registration.parquet_files import (
+from dlac_pipeline.extensions.registration.file_metrics import describe_file
+from dlac_pipeline.extensions.registration.parquet_files import (
     INTEGER,
     WILD,
     Location,
@@ -36,6 +31,11 @@ from dlac_pipeline.lakehouse.registration.parquet_files import (
     check_keys,
     unite_columns,
 )
+from dlac_pipeline.lakehouse import errors
+from dlac_pipeline.lakehouse.config import LakehouseConfig
+from dlac_pipeline.lakehouse.files.parquet import open_parquet
+from dlac_pipeline.lakehouse.iceberg.columns import READ_BY_NAME, expect
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, reachable
 from dlac_pipeline.lakehouse.retrying import as_commit_conflict, retrying
 from dlac_pipeline.lakehouse.source_names import split_identifier
 

@@ -14,9 +14,9 @@ from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.ledger.run_rows import check_run_name
 
 if TYPE_CHECKING:
+    from dlac_pipeline.extensions.registration.new_project import Trainable
     from dlac_pipeline.lakehouse.config import LakehouseConfig
     from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
-    from dlac_pipeline.operations.new_project import Trainable
 
 app = typer.Typer()
 _WILD = re.compile(r"[*?\[]")
@@ -64,7 +64,7 @@ def init(
     Then train with them at once, and put your own model into train.py. A job file belongs to one run: a second experiment is a
     second file, which `dlac new-run` writes.
     """
-    from dlac_pipeline.operations.new_project import check_free, find_trainable, write_project
+    from dlac_pipeline.extensions.registration.new_project import check_free, find_trainable, write_project
 
     name = (table or _table_of(source)) if _is_location(source) else source
     named = re.sub(r"[^A-Za-z0-9._-]", "-", name.rpartition(".")[2]).lstrip("._-")[:100]
@@ -89,7 +89,7 @@ def new_run(
     home: ui.Home = None,
 ) -> None:
     """Write the job file of another run, a copy beside the first one, and its Dagster asset."""
-    from dlac_pipeline.operations.new_project import add_run
+    from dlac_pipeline.extensions.registration.new_project import add_run
 
     written = add_run(job_file, check_run_name(run))
     ui.show_text(f"wrote {', '.join(written)}, after {job_file}")
@@ -98,7 +98,7 @@ def new_run(
 
 def _register_files(source: str, name: str, config: "LakehouseConfig") -> "Lakehouse":
     """Register Parquet files as a table, and say so, also if its columns are refused afterwards."""
-    from dlac_pipeline.lakehouse.registration.register import register
+    from dlac_pipeline.extensions.registration.register import register
 
     lakehouse = ui.lakehouse_for_files(config, name, source)
     done = register(lakehouse, name, source)
