@@ -52,7 +52,11 @@ def _command_lines() -> Iterator[str]:
     command = get_command(app)
     assert isinstance(command, TyperGroup)
     own = [name for name, point in COMMANDS.points().items() if point.module.startswith("dlac_pipeline.")]
-    command.commands = {**command.commands, **{name: load_command(name) for name in own}}
+    for name in own:
+        group, _, last = name.rpartition(".")
+        owner = command.commands[group] if group else command
+        assert isinstance(owner, TyperGroup)
+        owner.commands = {**owner.commands, last: load_command(name)}
     with command.make_context("dlac", [], resilient_parsing=True) as context:
         text = get_docs_for_click(obj=command, ctx=context, name="dlac", title="Commands")
     yield from _EXAMPLES.sub(_in_fence, text).splitlines()

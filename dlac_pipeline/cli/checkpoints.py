@@ -17,7 +17,7 @@ checkpoint = typer.Typer(no_args_is_help=True)
 app.add_typer(
     checkpoint,
     name="checkpoint",
-    help="List, tag, verify, retire and export checkpoints, and adopt those of other programs.",
+    help="Group: list, tag, verify, retire and export checkpoints, and adopt checkpoints of other programs.",
     rich_help_panel=ui.STORAGE,
 )
 

@@ -9,6 +9,8 @@ An extension registers a function, or a Typer app with subcommands, under the na
 
 - The text is the first line of the docstring of the function, or the `help` of `energy = typer.Typer(help="...")`.
 - The panel is the module's constant `PANEL = "Look"`. Unset: Extensions.
+
+The entry "table.register" is the command `dlac table register`, if the group is extensible.
 """
 
 import ast
@@ -35,26 +37,41 @@ class ExtensibleGroup(TyperGroup):
 
     def list_commands(self, ctx: Any) -> list[str]:
         """List the names for the help. A command of an extension has the text in the source of its module."""
-        for name, point in COMMANDS.points().items():
+        for name, point in self._points(ctx).items():
             if name not in self.commands:
-                self.commands[name] = ListedCommand(point)
+                self.commands[name] = ListedCommand(name, point, is_inner=ctx.parent is not None)
         return super().list_commands(ctx)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         """Find the command that is named. An extension is imported now."""
         known = self.commands.get(args[0])
         if known is None or isinstance(known, ListedCommand):
-            if args[0] in COMMANDS.points():
-                self.commands[args[0]] = load_command(args[0])
+            if point := self._points(ctx).get(args[0]):
+                self.commands[args[0]] = load_command(point.name)
             else:
                 self.list_commands(ctx)  # names among which the error suggests one
+                self._refuse_inner(ctx, args[0])
         return super().resolve_command(ctx, args)
+
+    def _points(self, ctx: Any) -> dict[str, EntryPoint]:
+        """Return the extensions' commands of this group. The entry "table.register" is `register` of the group `table`."""
+        prefix = "" if ctx.parent is None else f"{self.name}."
+        found = {name.removeprefix(prefix): each for name, each in COMMANDS.points().items() if name.startswith(prefix)}
+        return {name: each for name, each in found.items() if "." not in name}
+
+    def _refuse_inner(self, ctx: Any, name: str) -> None:
+        """Refuse a command that belongs to a group, with the words that call it."""
+        groups = {key: each for key, each in self.commands.items() if isinstance(each, TyperGroup)}
+        inner = [f"{key} {name}" for key, each in groups.items() if name in each.commands]
+        inner += [point.replace(".", " ") for point in COMMANDS.points() if point.endswith(f".{name}")]
+        if inner and ctx.parent is None:
+            ctx.fail(f"No such command {name!r}. Did you mean {' or '.join(map(repr, inner))}?")
 
 
 class ListedCommand(TyperCommand):
     """A command of an extension in the help of `dlac`. Its module is not imported."""
 
-    def __init__(self, point: EntryPoint) -> None:
+    def __init__(self, name: str, point: EntryPoint, *, is_inner: bool) -> None:
         text, panel = f"Command of {point.value}.", "Extensions"
         with suppress(AttributeError, ImportError, OSError, ValueError, SyntaxError):  # there is no readable source
             for node in ast.parse(Path(_find_module(point.module).origin or "").read_bytes()).body:
@@ -65,7 +82,7 @@ class ListedCommand(TyperCommand):
                 elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == point.attr:
                     options = node.value.keywords if isinstance(node.value, ast.Call) else []
                     text = next((ast.literal_eval(each.value) for each in options if each.arg == "help"), text)
-        super().__init__(point.name, help=text, rich_help_panel=panel)
+        super().__init__(name, help=text, rich_help_panel=None if is_inner else panel)
 
 
 def load_command(name: str) -> Any:
@@ -74,6 +91,7 @@ def load_command(name: str) -> Any:
     Raise `BadInput` if its packages are missing, or it is neither a function nor a Typer app.
     """
     loaded, root = COMMANDS.load(name, setting="command"), typer.Typer()
+    name = name.rpartition(".")[2]
     if isinstance(loaded, typer.Typer):
         root.add_typer(loaded, name=name)
     elif callable(loaded):

@@ -10,21 +10,22 @@ from typer import Argument, Option
 
 from dlac_pipeline.audit.wording import format_age, format_bytes, format_count
 from dlac_pipeline.cli import shared as ui
+from dlac_pipeline.cli.extension_commands import ExtensibleGroup
 from dlac_pipeline.lakehouse.config import KEEP_SNAPSHOTS, MOST_SNAPSHOTS
 
 app = typer.Typer()
-table = typer.Typer(no_args_is_help=True)
+table = typer.Typer(cls=ExtensibleGroup, no_args_is_help=True)
 ledger = typer.Typer(no_args_is_help=True)
 app.add_typer(
     table,
     name="table",
-    help="Register Parquet files as a source table, and list and release the pins of its snapshots.",
+    help="Group: list and release the pins of source tables, and register Parquet files as one.",
     rich_help_panel=ui.STORAGE,
 )
 app.add_typer(
     ledger,
     name="ledger",
-    help="Keep DLAC's own tables small, and rebuild the ledger after a loss.",
+    help="Group: keep DLAC's own tables small, and rebuild the ledger after a loss.",
     rich_help_panel=ui.STORAGE,
 )
 
@@ -75,36 +76,6 @@ def audit(
         ui.OUT.print(audit_table(report))
     if not report.exact:
         raise typer.Exit(1)
-
-
-@ui.command(
-    table,
-    None,
-    "dlac table register docs.pages 's3://bucket/pages/**/*.parquet'",
-    "dlac table register docs.pages /data/pages --dry-run",
-)
-def register(
-    table: Annotated[str, Argument(help="Name of the Iceberg table, as namespace.table.")],
-    location: Annotated[str, Argument(help="Folder, bucket, file, or a pattern with *, ** and ?.")],
-    home: ui.Home = None,
-    spec: ui.SpecOption = None,
-    dry_run: Annotated[bool, Option("--dry-run", help="Look at the files, and commit nothing.")] = False,
-    as_json: ui.AsJson = False,
-) -> None:
-    """Make Parquet files an Iceberg table in their place, or add new files to it. Nothing is copied.
-
-    Folders such as day=2026-11-25 are partitions. A file that has changed under its name is refused.
-    """
-    from dlac_pipeline.extensions.registration.register import preview
-    from dlac_pipeline.extensions.registration.register import register as register_files
-    from dlac_pipeline.lakehouse.iceberg.connect import has_catalog
-
-    config = ui.config_of(home) if spec is None else ui.resolved(spec, home).lakehouse
-    if dry_run and not has_catalog(config):
-        done = preview(config, table, location)
-    else:
-        done = register_files(ui.lakehouse_for_files(config, table, location), table, location, dry_run=dry_run)
-    ui.show_facts(asdict(done), as_json=as_json)
 
 
 @ui.command(table, None, "dlac table pins", "dlac table pins my-run", "dlac table pins lake.documents")

@@ -187,16 +187,6 @@ def config_of(home: Path | None, catalog: str | None = None) -> LakehouseConfig:
     return LakehouseConfig(name=catalog).at_home(home or home_folder())
 
 
-def lakehouse_for_files(config: LakehouseConfig, table: str, location: str) -> "Lakehouse":
-    """Return the lakehouse in which Parquet files at a location become a table. Files that cannot be one make none."""
-    from dlac_pipeline.extensions.registration.register import preview
-    from dlac_pipeline.lakehouse.iceberg.connect import connect, has_catalog
-
-    if not has_catalog(config):
-        preview(config, table, location)
-    return connect(config)
-
-
 def ledger_of(spec: Path | None, home: Path | None) -> "Ledger":
     """The ledger of a lakehouse, which must exist."""
     from dlac_pipeline.lakehouse.ledger.ledger import Ledger

@@ -49,6 +49,7 @@ _POINTS = [
     "train = meter_energy:energy",
 ]
 _OURS = [name for name, point in COMMANDS.points().items() if point.module.startswith("dlac_pipeline.")]
+_TOP = [name for name in _OURS if "." not in name]
 _GROUPS = ("Train", "Recover", "Look", "Audit", "Storage")
 _LISTED = """
 import json, sys
@@ -68,10 +69,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
-@pytest.fixture(scope="module")
-def listed(installed: Path) -> list[str]:
-    """Lines of `dlac --help`, without the frame."""
-    return [line.strip("│ ") for line in CliRunner().invoke(app, ["--help"]).output.splitlines()]
+def listed(*group: str) -> list[str]:
+    """Return the lines of `dlac --help`, or of a group, without the frame."""
+    return [line.strip("│ ") for line in CliRunner().invoke(app, [*group, "--help"]).output.splitlines()]
 
 
 def test_help_imports_no_extension(installed: Path) -> None:
@@ -81,15 +81,17 @@ def test_help_imports_no_extension(installed: Path) -> None:
     *shown, imported = done.stdout.splitlines()
     packages = tuple(COMMANDS.points()[name].module.rpartition(".")[0] for name in _OURS)
     assert [name for name in json.loads(imported) if name.startswith((*packages, "meter_"))] == []
-    assert {*_OURS, "energy", "power", "solar"} <= {line.split()[1] for line in shown if line.startswith("│ ")}
+    assert {*_TOP, "energy", "power", "solar"} <= {line.split()[1] for line in shown if line.startswith("│ ")}
 
 
+@pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("name", [*_OURS, "energy", "power"])
-def test_command_shows_listed_line(name: str, listed: list[str]) -> None:
-    """The line of a command in `dlac --help` begins the help of the command."""
-    [line] = [each.removeprefix(name).strip() for each in listed if each.startswith(f"{name} ")]
+def test_command_shows_listed_line(name: str) -> None:
+    """The line of a command in `dlac --help`, or in that of its group, begins the help of the command."""
+    *group, last = name.split(".")
+    [line] = [each.removeprefix(last).strip() for each in listed(*group) if each.startswith(f"{last} ")]
     assert len(line) > 20
-    shown = CliRunner().invoke(app, [name, "--help"])
+    shown = CliRunner().invoke(app, [*group, last, "--help"])
     assert (shown.exit_code, line in shown.output) == (0, True), shown.output
     assert load_command(name).help.partition("\n\n")[0] == line
 
@@ -123,6 +125,20 @@ def test_unknown_command_suggests_extension() -> None:
     assert "Train a run to its end" in CliRunner().invoke(app, ["train", "--help"]).output
 
 
+@pytest.mark.parametrize(("name", "meant"), [("verify", "checkpoint verify"), ("register", "table register")])
+def test_command_of_group_is_suggested(name: str, meant: str) -> None:
+    """A name that only a group has is refused with the group before it."""
+    assert f"No such command {name!r}. Did you mean {meant!r}?" in CliRunner().invoke(app, [name]).output
+
+
+def test_groups_are_marked() -> None:
+    """The help of `dlac` tells groups from commands."""
+    groups = [name for name, each in get_command(app).commands.items() if isinstance(each, TyperGroup)]  # type: ignore[attr-defined]
+    assert {"checkpoint", "ledger", "table"} <= {*groups}
+    for name in (*groups, "forget", "passport"):
+        assert any(line.startswith(name) and "  Group: " in line for line in listed()), name
+
+
 def test_commands_are_grouped_with_examples() -> None:
     """The core has at most 24 commands, each in one of five groups. The help of each command has examples that call it."""
     core = get_command(app)
@@ -134,4 +150,4 @@ def test_commands_are_grouped_with_examples() -> None:
     for name, command in commands.items():
         parts: dict[str, Any] = dict(command.commands) if isinstance(command, TyperGroup) else {"": command}
         for part, each in parts.items():
-            assert f"$ dlac {name} {part}".rstrip() in each.epilog
+            assert f"$ dlac {name.replace('.', ' ')} {part}".rstrip() in each.epilog

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from dlac_pipeline.spec.job_spec import JobSpec
 
 PANEL = "Audit"
-forget = typer.Typer(help="Remove rows from all models, and certify it.", no_args_is_help=True)
+forget = typer.Typer(help="Group: remove rows from all models, and certify it.", no_args_is_help=True)
 Specs = Annotated[list[Path] | None, Option("--spec", help="Job spec of a run from another node. Can be repeated.")]
 
 

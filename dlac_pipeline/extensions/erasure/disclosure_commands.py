@@ -14,7 +14,7 @@ from dlac_pipeline.lakehouse.errors import NoSuchLakehouse, SpecInvalid
 
 PANEL = "Audit"
 passport = typer.Typer(
-    help="Passports of exported weights, which answer whether a document was trained on.", no_args_is_help=True
+    help="Group: passports of exported weights, which answer whether a document was trained on.", no_args_is_help=True
 )
 _Export = Annotated[
     Path, Argument(help="File or folder that `dlac checkpoint export` wrote, or a copy of it.", exists=True)

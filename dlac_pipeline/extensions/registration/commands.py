@@ -1,8 +1,9 @@
-"""Begin a project: a job file, a training script and a Dagster project for a table."""
+"""Commands for those who have no table or job file yet: `dlac init`, `dlac new-run` and `dlac table register`."""
 
 import re
 import shlex
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from dlac_pipeline.lakehouse.config import LakehouseConfig
     from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 
-app = typer.Typer()
+PANEL = "Train"
 _WILD = re.compile(r"[*?\[]")
 _MODELS = {
     "tokens": "predicts each token from the one before",
@@ -38,9 +39,7 @@ _Columns = Annotated[
 ]
 
 
-@ui.command(
-    app,
-    ui.TRAIN,
+@ui.extension_command(
     "dlac init demo.points --columns x,y",
     "dlac init /data/points --run first",
     "dlac init 's3://bucket/pages/**/*.parquet' --table docs.pages --into pages",
@@ -82,7 +81,7 @@ def init(
     _show_next(run, into / "job.toml", ui.place_options(None, home))
 
 
-@ui.command(app, ui.TRAIN, "dlac new-run second", "dlac new-run second pages/job.toml", name="new-run")
+@ui.extension_command("dlac new-run second", "dlac new-run second pages/job.toml")
 def new_run(
     run: Annotated[str, Argument(help="Name of the run, and of its job file.")],
     job_file: Annotated[Path, Argument(help="Job file of another run, which is copied.")] = Path("job.toml"),
@@ -96,12 +95,50 @@ def new_run(
     _show_next(run, job_file.with_name(f"{run}{job_file.suffix}"), ui.place_options(None, home))
 
 
+@ui.extension_command(
+    "dlac table register docs.pages 's3://bucket/pages/**/*.parquet'",
+    "dlac table register docs.pages /data/pages --dry-run",
+)
+def register(
+    table: Annotated[str, Argument(help="Name of the Iceberg table, as namespace.table.")],
+    location: Annotated[str, Argument(help="Folder, bucket, file, or a pattern with *, ** and ?.")],
+    home: ui.Home = None,
+    spec: ui.SpecOption = None,
+    dry_run: Annotated[bool, Option("--dry-run", help="Look at the files, and commit nothing.")] = False,
+    as_json: ui.AsJson = False,
+) -> None:
+    """Make Parquet files an Iceberg table in their place, or add new files to it. Nothing is copied.
+
+    Folders such as day=2026-11-25 are partitions. A file that has changed under its name is refused.
+    """
+    from dlac_pipeline.extensions.registration.register import preview
+    from dlac_pipeline.extensions.registration.register import register as register_files
+    from dlac_pipeline.lakehouse.iceberg.connect import has_catalog
+
+    config = ui.config_of(home) if spec is None else ui.resolved(spec, home).lakehouse
+    if dry_run and not has_catalog(config):
+        done = preview(config, table, location)
+    else:
+        done = register_files(_lakehouse_for_files(config, table, location), table, location, dry_run=dry_run)
+    ui.show_facts(asdict(done), as_json=as_json)
+
+
+def _lakehouse_for_files(config: "LakehouseConfig", table: str, location: str) -> "Lakehouse":
+    """Return the lakehouse in which Parquet files at a location become a table. Files that cannot be one make none."""
+    from dlac_pipeline.extensions.registration.register import preview
+    from dlac_pipeline.lakehouse.iceberg.connect import connect, has_catalog
+
+    if not has_catalog(config):
+        preview(config, table, location)
+    return connect(config)
+
+
 def _register_files(source: str, name: str, config: "LakehouseConfig") -> "Lakehouse":
     """Register Parquet files as a table, and say so, also if its columns are refused afterwards."""
-    from dlac_pipeline.extensions.registration.register import register
+    from dlac_pipeline.extensions.registration.register import register as register_files
 
-    lakehouse = ui.lakehouse_for_files(config, name, source)
-    done = register(lakehouse, name, source)
+    lakehouse = _lakehouse_for_files(config, name, source)
+    done = register_files(lakehouse, name, source)
     typer.echo(f"registered {source} as table {name}", err=True)
     for column in done.left_out:
         typer.echo(f"left out column {ui.terminal_text(column)}", err=True)

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -37,11 +37,9 @@ from dlac_pipeline.lakehouse.files.parquet import open_parquet
 from dlac_pipeline.lakehouse.iceberg.columns import READ_BY_NAME, expect
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, reachable
 from dlac_pipeline.lakehouse.retrying import as_commit_conflict, retrying
-from dlac_pipeline.lakehouse.source_names import split_identifier
 
 _log = logging.getLogger(__name__)
 LOCATION = "dlac.registered-location"
-_DATA_FOLDERS = ("write.data.path", "write.object-storage.path", "write.folder-storage.path")
 _UNTIL = "dlac.registered-until"
 """Property: the newest change of a registered file. A file that is newer was changed after its registration."""
 _MAPPING = "schema.name-mapping.default"
@@ -144,23 +142,6 @@ def find_new_files(lakehouse: Lakehouse, identifier: str, location: str) -> list
     _check_unchanged(table, files, known)
     seen = known.keys() | _removed_files(table)
     return [file for file in files if file.address not in seen]
-
-
-def name_outside(table: Table, name: str, paths: Collection[str]) -> None:
-    """Log that data files are outside of the table's own folders, like files of a shallow clone or of `add_files`."""
-    external = split_identifier(name)
-    own = (
-        (table.location(), *(table.properties.get(each, "") for each in _DATA_FOLDERS))
-        if external is None
-        else external[1:]
-    )
-    roots = tuple(f"{root.removeprefix('file://').rstrip('/')}/" for root in own if root)
-    outside = sorted(path for path in paths if not path.removeprefix("file://").startswith(roots))
-    if outside and LOCATION not in table.properties:
-        _log.warning(
-            "%d of %d data files of %s are outside of its folder %s, such as %s: they are read, because the table names them",
-            *(len(outside), len(paths), name, own[0], outside[0]),
-        )
 
 
 def check_registered(table: Table) -> None:

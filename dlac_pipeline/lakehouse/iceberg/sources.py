@@ -1,5 +1,6 @@
 """Source tables: Iceberg tables of a catalog, and mirrors of the tables whose formats enter through the door `dlac.sources`."""
 
+import logging
 from collections.abc import Collection
 from contextlib import suppress
 from typing import Protocol
@@ -9,12 +10,29 @@ from pyiceberg.io.pyarrow import PyArrowFileIO
 from pyiceberg.table import Table
 from pyiceberg.table.refs import SnapshotRefType
 
+from dlac_pipeline.lakehouse.doors import Door
 from dlac_pipeline.lakehouse.errors import NoSuchTable, PinLost
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.source_names import ICEBERG, SOURCES, split_identifier
 
 TABLE_ID = "dlac.external.table-id"
 """Property of a mirror: the id that the table's format gives it."""
+
+FILE_CHECKS = Door("dlac.file_checks", "check of data files")
+_DEMANDS = "dlac."
+"""Beginning of the table properties that demand a check."""
+_DATA_FOLDERS = ("write.data.path", "write.object-storage.path", "write.folder-storage.path")
+_log = logging.getLogger(__name__)
+
+
+class FileCheck(Protocol):
+    """Check of Iceberg tables whose data files other programs may write over.
+
+    Its entry point has the name of the table property that demands it, such as "dlac.registered-location".
+    """
+
+    def __call__(self, table: Table) -> None:
+        """Raise `DataFileChanged` if a data file has changed since the table has it, or `DataFileUnreadable`."""
 
 
 class SourceFormat(Protocol):
@@ -63,6 +81,35 @@ def load_version(lakehouse: Lakehouse, identifier: str, number: int | None = Non
                 return table
     source: SourceFormat = SOURCES.load(place[0], setting="source.format", others=(ICEBERG,))
     return source.load_version(lakehouse, identifier, number)
+
+
+def check_unchanged(table: Table) -> None:
+    """Check the data files of a table if one of its properties demands that. Raises as `FileCheck`."""
+    for name in _demanded_checks(table):
+        check: FileCheck = FILE_CHECKS.load(name, setting="a property of the table")
+        check(table)
+
+
+def name_outside(table: Table, name: str, paths: Collection[str]) -> None:
+    """Log that data files are outside of the table's own folders, like files of a shallow clone or of `add_files`."""
+    external = split_identifier(name)
+    own = (
+        (table.location(), *(table.properties.get(each, "") for each in _DATA_FOLDERS))
+        if external is None
+        else external[1:]
+    )
+    roots = tuple(f"{root.removeprefix('file://').rstrip('/')}/" for root in own if root)
+    outside = sorted(path for path in paths if not path.removeprefix("file://").startswith(roots))
+    if outside and not _demanded_checks(table):
+        _log.warning(
+            "%d of %d data files of %s are outside of its folder %s, such as %s: they are read, because the table names them",
+            *(len(outside), len(paths), name, own[0], outside[0]),
+        )
+
+
+def _demanded_checks(table: Table) -> list[str]:
+    demands = {name for name in table.properties if name.startswith(_DEMANDS)}
+    return sorted(demands & FILE_CHECKS.points().keys()) if demands else []
 
 
 def check_files_exist(lakehouse: Lakehouse, identifier: str, number: int, paths: Collection[str]) -> None:
