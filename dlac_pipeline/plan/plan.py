@@ -12,7 +12,7 @@ from dlac_pipeline.lakehouse.errors import DlacError
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.iceberg.pins import release_pins
 from dlac_pipeline.lakehouse.iceberg.snapshots import check_pinned
-from dlac_pipeline.lakehouse.iceberg.sources import check_files_exist, check_unchanged
+from dlac_pipeline.lakehouse.iceberg.sources import check_data_files, check_files_exist
 from dlac_pipeline.lakehouse.ledger.plans import PlanRow, find_plan, get_plan, read_units
 from dlac_pipeline.lakehouse.source_names import split_identifier
 from dlac_pipeline.plan.units import UnitTable
@@ -91,7 +91,7 @@ class Plans:
             DataFileChanged: a registered Parquet file has changed.
         """
         if split_identifier(table) is None:
-            check_unchanged(self.lakehouse.load(table))
+            check_data_files(self.lakehouse.load(table))
             return
         for plan in [self.load(each, table=table) for each in plan_ids]:
             check_files_exist(self.lakehouse, table, plan.row.snapshot_id, plan.units.file_paths)

@@ -21,7 +21,7 @@ from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.iceberg.pins import hold
 from dlac_pipeline.lakehouse.iceberg.row_groups import FilesToRead, RowGroup, row_groups_of
 from dlac_pipeline.lakehouse.iceberg.snapshots import schema_id_of, snapshot_of
-from dlac_pipeline.lakehouse.iceberg.sources import check_unchanged, load_version, name_outside
+from dlac_pipeline.lakehouse.iceberg.sources import check_data_files, load_version, name_outside
 from dlac_pipeline.lakehouse.ledger.plans import WORK_UNITS_ARROW, PlanRow, find_plan, read_units, write_plan
 from dlac_pipeline.plan.plan import Plan, unit_table
 from dlac_pipeline.plan.row_keys import row_keys_of, write_row_keys
@@ -57,7 +57,7 @@ def make_plan(
         EmptyPlan: no row is live.
     """
     table = load_version(lakehouse, source.table, source.snapshot_id)
-    check_unchanged(table)
+    check_data_files(table)
     snapshot = snapshot_of(table, source.snapshot_id, ref=source.ref)
     schema = check_source(table, source, snapshot)
     keys = row_keys_of(table, schema, source) if source.row_keys and write else None

@@ -13,7 +13,7 @@ from pyiceberg.table import Table
 from dlac_pipeline.extensions.registration.register import register
 from dlac_pipeline.lakehouse.errors import BadInput, DataFileChanged
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
-from dlac_pipeline.lakehouse.iceberg.sources import FILE_CHECKS, check_unchanged
+from dlac_pipeline.lakehouse.iceberg.sources import FILE_CHECKS, check_data_files
 from dlac_pipeline.plan.planner import make_plan
 from dlac_pipeline.spec.job_spec import SourceSpec
 from tests.conftest import Arena
@@ -83,7 +83,7 @@ def test_changed_file_is_not_planned(name: str, arena: Arena, file: Path) -> Non
 def test_table_without_property_is_not_checked(arena: Arena, file: Path) -> None:
     """A property of another name demands nothing. A check that cannot be imported is an error only if it is demanded."""
     table = _added(arena.lakehouse, file)
-    check_unchanged(table)
+    check_data_files(table)
     table.transaction().set_properties({"dlac.broken-check": "x", "dlac.unknown": "x"}).commit_transaction()
     with pytest.raises(BadInput, match=r"No module named 'meter_broken'"):
-        check_unchanged(arena.lakehouse.load("src.t"))
+        check_data_files(arena.lakehouse.load("src.t"))

@@ -110,6 +110,7 @@ def test_written_script_trains_at_once(folder: Path, here: Command, name: str) -
     made = here("init", name, "--run", "my-run", "--into", "project", *columns)
     assert made.returncode == 0, made.stderr
     assert f"train.py reads {', '.join(_CHOSEN[name])} of lake.{name}" in made.stdout
+    assert ("nulls of a read as 0, and a feature NAME.valid" in made.stdout) == (name == "numbers")
     script = (folder / "project" / "train.py").read_text()
     exec(compile(script.replace("training_run()", 'training_run("project/job.toml")'), "train.py", "exec"), {})
     report = audit_run(connect(LakehouseConfig().at_home(".dlac")), "my-run")
@@ -171,13 +172,14 @@ def test_existing_files_are_kept(folder: Path, here: Command) -> None:
 
 @pytest.mark.parametrize("taken", ["catalog", "workspace.yaml"])
 def test_refused_project_leaves_no_file(folder: Path, here: Command, taken: str) -> None:
-    """If a file cannot be written, those before it are removed. The refusal names the table that was registered."""
+    """If a file cannot be written, those before it are removed, and so is the new table."""
     project = folder / "project"
     project.mkdir()
     (project / taken).symlink_to("nothing")  # which cannot be written, and is no file that is found before
     refused = here("init", "numbers", "--into", "project")
     assert (refused.returncode, "expected a folder to write into" in refused.stderr) == (64, True)
-    assert "registered numbers as table lake.numbers" in refused.stderr
+    assert "registered" not in refused.stderr
+    assert not [*connect(LakehouseConfig().at_home(".dlac")).catalog.list_tables("lake")]
     assert [path.name for path in project.rglob("*") if not path.is_dir()] == [taken]
 
 
@@ -253,6 +255,8 @@ def test_refusal_names_next_step(folder: Path, here: Command, arguments: str, ex
     assert (refused.returncode, refused.stdout) == (64, "")
     assert expected in " ".join(refused.stderr.split())
     assert not Path("job.toml").exists()
+    assert "registered" not in refused.stderr
+    assert not Path(".dlac").exists() or not [*connect(LakehouseConfig().at_home(".dlac")).catalog.list_tables("lake")]
 
 
 def test_unreachable_catalog_is_named(folder: Path, here: Command, monkeypatch: pytest.MonkeyPatch) -> None:

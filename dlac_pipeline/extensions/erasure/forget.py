@@ -22,7 +22,7 @@ from dlac_pipeline.lakehouse.errors import DataFileUnreadable, DlacError, SpecIn
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.iceberg.own_rows import sql_literals
 from dlac_pipeline.lakehouse.iceberg.row_groups import parse_exclusion
-from dlac_pipeline.lakehouse.iceberg.sources import check_unchanged
+from dlac_pipeline.lakehouse.iceberg.sources import check_data_files
 from dlac_pipeline.operations.branch_checks import NO_PLACES, excluded_places
 from dlac_pipeline.spec.job_spec import JobSpec
 
@@ -66,7 +66,7 @@ def plan_forget(
     for each in filters:
         parse_exclusion(each, source.schema(), source)
     with suppress(DataFileUnreadable, SpecInvalid):  # rows of files that are gone are found by their keys
-        check_unchanged(source)
+        check_data_files(source)
     uuid, places, problems = str(source.metadata.table_uuid), [NO_PLACES], []
     merge = (lambda _: False) if moment is None else moment.restore
     with open_audit(lakehouse, query=f"{script} work_units ancestors", merge=merge) as connection:

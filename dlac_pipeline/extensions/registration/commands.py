@@ -3,6 +3,7 @@
 import re
 import shlex
 from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +12,7 @@ import typer
 from typer import Argument, Option
 
 from dlac_pipeline.cli import shared as ui
-from dlac_pipeline.lakehouse.errors import SpecInvalid
+from dlac_pipeline.lakehouse.errors import NoSuchTable, SpecInvalid
 from dlac_pipeline.lakehouse.ledger.run_rows import check_run_name
 
 if TYPE_CHECKING:
@@ -69,13 +70,17 @@ def init(
     named = re.sub(r"[^A-Za-z0-9._-]", "-", name.rpartition(".")[2]).lstrip("._-")[:100]
     run = check_run_name(run or named or "first")
     check_free(into, run)
-    if _is_location(source):
-        lakehouse = _register_files(source, name, ui.config_of(home, catalog))
-    else:
-        lakehouse = ui.lakehouse_of(None, home, create=catalog is not None, catalog=catalog)
     wanted = [each.strip() for each in columns.split(",")] if columns else []
-    found = find_trainable(lakehouse, name, wanted)
-    written = write_project(into, run, found, {} if catalog is None else {"name": catalog})
+    with ExitStack() as undo:
+        if _is_location(source):
+            lakehouse = _register_files(source, name, ui.config_of(home, catalog), undo)
+        else:
+            lakehouse = ui.lakehouse_of(None, home, create=catalog is not None, catalog=catalog)
+        found = find_trainable(lakehouse, name, wanted)
+        written = write_project(into, run, found, {} if catalog is None else {"name": catalog})
+        undo.pop_all()
+    if _is_location(source):
+        typer.echo(f"registered {source} as table {name}", err=True)
     ui.show_text(f"wrote {', '.join(written)}")
     _show_choice(found)
     _show_next(run, into / "job.toml", ui.place_options(None, home))
@@ -133,16 +138,27 @@ def _lakehouse_for_files(config: "LakehouseConfig", table: str, location: str) -
     return connect(config)
 
 
-def _register_files(source: str, name: str, config: "LakehouseConfig") -> "Lakehouse":
-    """Register Parquet files as a table, and say so, also if its columns are refused afterwards."""
+def _register_files(source: str, name: str, config: "LakehouseConfig", undo: ExitStack) -> "Lakehouse":
+    """Register Parquet files as a table. `undo` drops the table if it is new, because no project may fit its columns."""
     from dlac_pipeline.extensions.registration.register import register as register_files
 
     lakehouse = _lakehouse_for_files(config, name, source)
+    try:
+        lakehouse.load(name)
+    except NoSuchTable:
+        undo.callback(_drop, lakehouse, name)
     done = register_files(lakehouse, name, source)
-    typer.echo(f"registered {source} as table {name}", err=True)
     for column in done.left_out:
         typer.echo(f"left out column {ui.terminal_text(column)}", err=True)
     return lakehouse
+
+
+def _drop(lakehouse: "Lakehouse", name: str) -> None:
+    """Drop a table that this command has made. Its files stay, because they are the user's."""
+    from pyiceberg.exceptions import NoSuchNamespaceError, NoSuchTableError
+
+    with suppress(NoSuchNamespaceError, NoSuchTableError):
+        lakehouse.catalog.drop_table(name)
 
 
 def _show_choice(found: "Trainable") -> None:
@@ -153,6 +169,8 @@ def _show_choice(found: "Trainable") -> None:
     ui.show_text(f"train.py reads {_listed(found.columns)} of {found.table}, and {_MODELS.get(found.kind, model)}")
     if found.filtered is not None:
         ui.show_text(f"rows without {found.filtered} are left out, by source.row_filter")
+    if found.masked:
+        ui.show_text(f"nulls of {_listed(found.masked)} read as 0, and a feature NAME.valid shows the model where")
     if found.left_out:
         ui.show_text(f"left out: {_listed([f'{name} ({why})' for name, why in found.left_out.items()])}")
     ui.show_text(

@@ -66,7 +66,12 @@ class Trainable:
     def filtered(self) -> str | None:
         """The column whose nulls are left out: a text, tokens, or a target."""
         name = self.columns[-1]
-        return name if name in self.with_nulls and (self.kind != "numbers" or len(self.columns) > 1) else None
+        return name if name in self.with_nulls else None
+
+    @property
+    def masked(self) -> tuple[str, ...]:
+        """Features with nulls. A null reads as 0, and the column NAME.valid is a feature that shows it."""
+        return tuple(name for name in self.with_nulls if self.kind == "numbers" and name != self.filtered)
 
 
 def find_trainable(lakehouse: Lakehouse, table: str, wanted: Sequence[str] = ()) -> Trainable:
@@ -209,7 +214,8 @@ def write_project(folder: Path, run: str, found: Trainable, lakehouse: Mapping[s
         tokenizer = "tokenizer.json"
         if not (folder / tokenizer).exists():
             texts["tokenizer.json"], vocabulary = _byte_tokenizer(), 256
-    values = {"features": _json(found.columns[:-1] or found.columns), "target": _json(found.columns[-1])}
+    features = [*(found.columns[:-1] or found.columns), *(f"{name}.valid" for name in found.masked)]
+    values = {"features": _json(features), "target": _json(found.columns[-1])}
     values |= {"vocabulary": str(vocabulary), "lakehouse": _json(lakehouse), "job_file": "job.toml"}
     values |= {"outputs": str(found.classes or 1), "loss": _CLASSES if found.classes else _QUANTITY}
     values |= _job_values(run, found, tokenizer, lakehouse)
@@ -271,8 +277,8 @@ def _job_values(run: str, found: Trainable, tokenizer: str, lakehouse: Mapping[s
         rows = _setting("row_filter", f'"{column}" IS NOT NULL')
     if found.kind != "numbers":
         more += "\n[sequences]\n" + _setting("length", 128) + (_setting("tokenizer", tokenizer) if tokenizer else "")
-    elif nullable := [name for name in found.with_nulls if name != found.filtered]:
-        rows += _setting("nullable", nullable)
+    elif found.masked:
+        rows += _setting("nullable", found.masked)
     if lakehouse:
         more += "\n[lakehouse]\n" + "".join(_setting(name, value) for name, value in lakehouse.items())
     quoted = {"run": _json(run), "table": _json(found.table), "columns": _json(found.columns)}

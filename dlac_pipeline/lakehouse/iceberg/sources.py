@@ -83,7 +83,7 @@ def load_version(lakehouse: Lakehouse, identifier: str, number: int | None = Non
     return source.load_version(lakehouse, identifier, number)
 
 
-def check_unchanged(table: Table) -> None:
+def check_data_files(table: Table) -> None:
     """Check the data files of a table if one of its properties demands that. Raises as `FileCheck`."""
     for name in _demanded_checks(table):
         check: FileCheck = FILE_CHECKS.load(name, setting="a property of the table")
