@@ -19,12 +19,12 @@ from dlac_pipeline.checkpoint.restore.export import export_weights
 from dlac_pipeline.checkpoint.store import tiers_of
 from dlac_pipeline.extensions.erasure.certificate import certify, differences, is_signed, make_key
 from dlac_pipeline.extensions.erasure.execution import execute_forget
+from dlac_pipeline.extensions.rebuild.rebuild import rebuild_ledger
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
-from dlac_pipeline.operations.rebuild import rebuild_ledger
 from dlac_pipeline.supervise.steps.step_rows import StepRows
 from tests.forked import Forked
 

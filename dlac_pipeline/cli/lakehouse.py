@@ -163,7 +163,7 @@ def rebuild(
     A lost or damaged table is made again. The other tables get the rows of their intact data files. No file is deleted.
     """
     from dlac_pipeline.checkpoint.store import tiers_of
-    from dlac_pipeline.operations.rebuild import rebuild_ledger
+    from dlac_pipeline.extensions.rebuild.rebuild import rebuild_ledger
 
     files = None if spec is None else tiers_of(ui.resolved(spec, home)).files
     done = rebuild_ledger(ui.lakehouse_of(spec, home, damaged=True), journal=journal, dry_run=dry_run, files=files)

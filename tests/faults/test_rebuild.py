@@ -31,7 +31,7 @@ setattr(owner, name, die)
 from dlac_pipeline.cli.main import app
 app(["ledger", "rebuild", "--home", sys.argv[4]], standalone_mode=False)
 """
-REBUILD = "dlac_pipeline.operations.rebuild"
+REBUILD = "dlac_pipeline.extensions.rebuild.rebuild"
 
 
 @pytest.mark.slow

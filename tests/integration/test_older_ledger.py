@@ -20,6 +20,7 @@ from sqlalchemy import create_engine, text
 import dlac_pipeline
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.checkpoint.commit import coordinator
+from dlac_pipeline.extensions.rebuild.rebuild import rebuild_ledger
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import CatalogUnreachable, LedgerOlderThanStore
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
@@ -31,7 +32,6 @@ from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
 from dlac_pipeline.lakehouse.maintenance.upkeep import run_upkeep
 from dlac_pipeline.lakehouse.store_files import StoreFiles
-from dlac_pipeline.operations.rebuild import rebuild_ledger
 from dlac_pipeline.operations.rewind import rewind_run
 from dlac_pipeline.operations.status import run_status
 from tests.conftest import Arena, wait_until

@@ -24,6 +24,15 @@ from pyiceberg.table.refs import MAIN_BRANCH
 from pyiceberg.table.sorting import UNSORTED_SORT_ORDER
 from pyiceberg.table.update.snapshot import ExpireSnapshots, ManageSnapshots
 
+from dlac_pipeline.extensions.rebuild.appends import stored_appends
+from dlac_pipeline.extensions.rebuild.tables import (
+    check_whole,
+    intact_rows,
+    missing_slices,
+    parsed_tables,
+    recorded_count,
+    rows_in_folder,
+)
 from dlac_pipeline.lakehouse import errors
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, among, properties_of, reachable
 from dlac_pipeline.lakehouse.iceberg.metadata_files import metadata_files, version_of
@@ -35,15 +44,6 @@ from dlac_pipeline.lakehouse.ledger.plans import append_own
 from dlac_pipeline.lakehouse.maintenance.expiry import committing
 from dlac_pipeline.lakehouse.retrying import rereading, retrying
 from dlac_pipeline.lakehouse.store_files import StoreFiles
-from dlac_pipeline.operations.lost_data.appends import stored_appends
-from dlac_pipeline.operations.lost_data.tables import (
-    check_whole,
-    intact_rows,
-    missing_slices,
-    parsed_tables,
-    recorded_count,
-    rows_in_folder,
-)
 from dlac_pipeline.supervise.liveness.launch_liveness import liveness_of
 from dlac_pipeline.supervise.retry_policy import LOST_AFTER_S
 
