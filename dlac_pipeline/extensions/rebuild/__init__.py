@@ -1,1 +1,1 @@
-"""Data of lost tables in other places: manifests of the store, metadata files, and data files."""
+"""Rebuild of a ledger and of DLAC's other tables after a loss: from the journal, metadata files, and data files."""
