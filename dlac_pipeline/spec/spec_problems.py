@@ -73,8 +73,8 @@ def name_or_number(least: int, most: int, names: tuple[str, ...] = ()) -> Before
     wanted = " or ".join(f'"{name}"' for name in names) or "a name"
 
     def check(value: object) -> object:
-        is_whole = isinstance(value, int) and not isinstance(value, bool)
-        if (isinstance(value, str) and value in (names or (value,))) or (is_whole and least <= value <= most):
+        is_named = isinstance(value, str) and value in (names or (value,))
+        if is_named or (isinstance(value, int) and not isinstance(value, bool) and least <= value <= most):
             return value
         raise ValueError(f"expected {wanted}, or a number from {least} to {most}, found {value!r}")
 
