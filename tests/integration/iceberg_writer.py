@@ -175,11 +175,9 @@ class HandTable:
                 "content_size_in_bytes": len(blob),
             }
             files.append(self._file(path, DataFileContent.POSITION_DELETES, (), **more, file_format=file_format))
-            named.append({"type": "deletion-vector-v1", "offset": offset, "length": len(blob)})
+            named.append(named_blob(offset, len(blob)))
             offset += len(blob)
-        footer = json.dumps({"blobs": named}).encode()
-        tail = b"PFA1" + footer + len(footer).to_bytes(4, "little") + bytes(4) + b"PFA1"
-        Path(path).write_bytes(b"PFA1" + b"".join(blobs.values()) + tail)
+        Path(path).write_bytes(b"PFA1" + b"".join(blobs.values()) + puffin_footer(named))
         self._commit(files, 0, sequence)
         self._note(files[0], 0, (), positions=deletes)
         return path
@@ -346,3 +344,15 @@ def vector_blob(positions: Sequence[int]) -> bytes:
     """A deletion vector as the Puffin specification lays it out."""
     body = b"\xd1\xd3\x39\x64" + BitMap64(positions).serialize()
     return len(body).to_bytes(4, "big") + body + zlib.crc32(body).to_bytes(4, "big")
+
+
+def named_blob(offset: int, length: int, kind: str = "deletion-vector-v1") -> dict[str, Any]:
+    """A blob as the footer of a Puffin file names it."""
+    made = {"fields": [2147483645], "snapshot-id": -1, "sequence-number": -1}
+    return {"type": kind, "offset": offset, "length": length, **made}
+
+
+def puffin_footer(blobs: object, flags: int = 0) -> bytes:
+    """The footer of a Puffin file that names these blobs."""
+    payload = json.dumps({"blobs": blobs}).encode()
+    return b"PFA1" + payload + len(payload).to_bytes(4, "little") + bytes([flags, 0, 0, 0]) + b"PFA1"

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from dlac_pipeline.lakehouse.iceberg.deletes import matching_rows
 from dlac_pipeline.lakehouse.iceberg.own_rows import read_rows
 from dlac_pipeline.lakehouse.iceberg.row_groups import row_groups_of
 from tests.integration.iceberg_oracle import live_positions, oracle
-from tests.integration.iceberg_writer import HandTable, vector_blob
+from tests.integration.iceberg_writer import HandTable, named_blob, puffin_footer, vector_blob
 
 SCHEMA = Schema(
     NestedField(1, "id", LongType(), required=False),
@@ -171,22 +170,16 @@ def test_a_damaged_vector_is_named(tmp_path: Path) -> None:
         row_groups_of(hand.table, hand.snapshot_id, "")
 
 
-def footer_of(blobs: object, flags: int = 0) -> bytes:
-    """The footer of a Puffin file that names these blobs."""
-    payload = json.dumps({"blobs": blobs}).encode()
-    return b"PFA1" + payload + len(payload).to_bytes(4, "little") + bytes([flags, 0, 0, 0]) + b"PFA1"
-
-
 def foot(vector: bytes, kind: str = "deletion-vector-v1", offset: int = 4) -> bytes:
     """The footer of a Puffin file with one deletion vector, or something that it calls otherwise."""
-    return footer_of([{"type": kind, "offset": offset, "length": len(vector)}])
+    return puffin_footer([named_blob(offset, len(vector), kind)])
 
 
 CONTAINERS: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "bare": (lambda blob: bytes(4) + blob, "found a bare one at"),
     "no footer": (lambda blob: b"PFA1" + blob, "found a bare one at"),
     "no head": (lambda blob: bytes(4) + blob + foot(blob), "found a bare one at"),
-    "unnamed": (lambda blob: b"PFA1" + blob + footer_of([]), r"in the footer of .*, found \[\]"),
+    "unnamed": (lambda blob: b"PFA1" + blob + puffin_footer([]), r"in the footer of .*, found \[\]"),
     "other type": (lambda blob: b"PFA1" + blob + foot(blob, "apache-datasketches-theta-v1"), "in the footer of"),
     "other place": (lambda blob: b"PFA1" + blob + foot(blob, offset=5), "in the footer of"),
 }
@@ -204,6 +197,18 @@ def test_vector_outside_puffin_is_refused(tmp_path: Path, name: str) -> None:
         row_groups_of(hand.table, hand.snapshot_id, "")
 
 
+def test_damaged_puffin_footer_is_named(tmp_path: Path) -> None:
+    """A footer that is no list of blobs is damage, and the message names the file and the problem in one line."""
+    hand = HandTable(tmp_path / "t", [SCHEMA], version=3)
+    path = hand.append(rows(range(8)))
+    puffin = Path(hand.delete_vectors({path: [1, 2]}))
+    puffin.write_bytes(b"PFA1" + vector_blob([1, 2]) + puffin_footer([{"type": "deletion-vector-v1"}]))
+    with pytest.raises(
+        DataFileUnreadable, match=r"footer of Puffin file .*vectors\.puffin.* to name its blobs, found .*fields"
+    ):
+        row_groups_of(hand.table, hand.snapshot_id, "")
+
+
 def test_own_rows_honor_deletes(tmp_path: Path) -> None:
     """Another engine may have deleted rows of one of DLAC's tables. pyiceberg then reads it."""
     hand = HandTable(tmp_path / "t", [SCHEMA])
@@ -216,7 +221,7 @@ def test_compressed_puffin_footer_is_read(tmp_path: Path) -> None:
     hand = HandTable(tmp_path / "t", [SCHEMA], version=3)
     path = hand.append(rows(range(8)))
     puffin = Path(hand.delete_vectors({path: [1, 2]}))
-    puffin.write_bytes(b"PFA1" + vector_blob([1, 2]) + footer_of([], flags=1))
+    puffin.write_bytes(b"PFA1" + vector_blob([1, 2]) + puffin_footer([], flags=1))
     assert live_positions(row_groups_of(hand.table, hand.snapshot_id, "")) == {path: [0, 3, 4, 5, 6, 7]}
 
 

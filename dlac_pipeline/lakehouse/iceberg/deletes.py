@@ -4,13 +4,11 @@ Each delete file is read once, whatever the number of data files it applies to. 
 equality deletes are read, and only in row groups whose statistics overlap with the deleted values.
 """
 
-import json
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from os import SEEK_END
 from threading import Lock
 from typing import Any, Generic, TypeVar
 
@@ -18,9 +16,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-from pyiceberg.io import InputStream
+from pydantic import ValidationError
 from pyiceberg.schema import Schema
 from pyiceberg.table import Table
+from pyiceberg.table.puffin import MAGIC_BYTES, PuffinFile
 from pyiceberg.types import NestedField
 from pyroaring import BitMap64
 
@@ -35,7 +34,6 @@ Ints = npt.NDArray[np.int64]
 NO_ROWS: Ints = np.zeros(0, dtype=np.int64)
 POSITION_FIELD_ID = 2147483545
 _MAGIC = b"\xd1\xd3\x39\x64"
-_PUFFIN = b"PFA1"
 _VECTOR = "deletion-vector-v1"
 _Blob = tuple[str, int, int]
 """Type, offset and length of a blob, as a Puffin file's footer names them."""
@@ -84,7 +82,8 @@ class Deletes:
         with expect(_decoded(vector)), self._io.new_input(vector.path).open() as stream:
             stream.seek(vector.offset or 0)
             rows = decode_vector(stream.read(vector.size_bytes or 0), vector)
-            blobs = self._blobs(vector.path, lambda: _puffin_blobs(stream, vector.path))
+            stream.seek(0)
+            blobs = self._blobs(vector.path, lambda: _puffin_blobs(stream.read(), vector.path))
         if blobs is not None and (_VECTOR, vector.offset, vector.size_bytes) not in blobs:
             raise UnsupportedDeletes(
                 f"expected a blob of type {_VECTOR!r} at byte {vector.offset} in the footer of {vector.path!r}, found "
@@ -234,29 +233,22 @@ def decode_vector(blob: bytes, vector: DeleteFile) -> Ints:
     return rows
 
 
-def _puffin_blobs(stream: InputStream, path: str) -> set[_Blob] | None:
-    """Return the blobs that the footer of a Puffin file names, or None if the footer is compressed."""
-    stream.seek(0)
-    head, size = stream.read(len(_PUFFIN)), stream.seek(0, SEEK_END)
-    stream.seek(max(0, size - 12))
-    tail = stream.read(12)
-    length, compressed = int.from_bytes(tail[:4], "little"), bool(tail[4:5] != b"\0")
-    stream.seek(max(0, size - 16 - length))
-    start = stream.read(len(_PUFFIN))
-    if {head, start, tail[8:]} != {_PUFFIN}:
-        raise UnsupportedDeletes(
-            f"expected deletion vectors in a Puffin file, found a bare one at {path!r}, whose first bytes are {head!r}: no "
-            "released format of Iceberg allows that; compact the table, then plan again"
-        )
-    if compressed:
+def _puffin_blobs(content: bytes, path: str) -> set[_Blob] | None:
+    """Return the blobs that the footer of a Puffin file names, or None if it is compressed, which pyiceberg refuses."""
+    if {content[:4], content[-4:]} == {MAGIC_BYTES} and content[-8] > 0:
         return None
     try:
-        named = json.loads(stream.read(length))["blobs"]
-        return {(str(blob["type"]), int(blob["offset"]), int(blob["length"])) for blob in named}
-    except (ValueError, KeyError, TypeError) as err:
+        return {(blob.type, blob.offset, blob.length) for blob in PuffinFile(content).footer.blobs}
+    except ValidationError as err:
+        problem = err.errors(include_url=False, include_input=False)[0]
         raise DataFileUnreadable(
-            f"expected the footer of Puffin file {path!r} to name its blobs, found {err!r}; restore the file, or plan another "
-            "snapshot"
+            f"expected the footer of Puffin file {path!r} to name its blobs, found {problem!r}; restore the file, or plan "
+            "another snapshot"
+        ) from err
+    except ValueError as err:
+        raise UnsupportedDeletes(
+            f"expected deletion vectors in a Puffin file, found a bare one at {path!r}, whose first bytes are {content[:4]!r}: "
+            "no released format of Iceberg allows that; compact the table, then plan again"
         ) from err
 
 
