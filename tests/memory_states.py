@@ -33,6 +33,7 @@ STATE = RankState(
     world_size=1,
     readers=1,
     engine="torch",
+    loads_own_files=True,
     leg="{}",
     groups=[0],
     cursors=[],

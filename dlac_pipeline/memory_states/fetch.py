@@ -30,8 +30,6 @@ from dlac_pipeline.spec.job_spec import JobSpec
 _MOST_THREADS = 32
 FETCH_SHARE = 0.5
 """Share of `start_timeout_s` that ranks wait for a state in memory."""
-_OWN_FILES = ("torch", "deepspeed")
-"""Engines whose ranks load only their files and rank 0's, if the number of ranks is the number that saved them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -255,7 +253,7 @@ class NodeMemory:
             for part in own:
                 states.link_part(part, slot, target)
         missing = set(range(point.world_size)) - {part.state.rank for part in own}
-        needed = missing & _needed_ranks(point.engine, current.ranks, saved=point.world_size, now=world_size)
+        needed = missing & _needed_ranks(point, current.ranks, world_size)
         self._fetch_all(point, target, FETCH, needed, guard)
         self._fetch_all(point, target, FETCH_SEALS, missing - needed, guard)
         return target
@@ -298,16 +296,16 @@ def _ranks_in(parts: Sequence[Part], slot: str, step: int) -> set[int]:
     return {part.state.rank for part in parts if (part.slot, part.state.step) == (slot, step)}
 
 
-def _needed_ranks(engine: str, ranks: range, *, saved: int, now: int) -> set[int]:
+def _needed_ranks(state: RankState | FromMemory, ranks: range, world_size: int) -> set[int]:
     """Return the ranks of a state whose files the ranks of a node load. Conversions and other engines may read any file."""
-    return {0, *ranks} if saved == now and engine in _OWN_FILES else set(range(saved))
+    reads_own = state.loads_own_files and state.world_size == world_size
+    return {0, *ranks} if reads_own else set(range(state.world_size))
 
 
 def _has_room(node: NodeStates, state: MemoryState, world_size: int) -> bool:
     """Return whether a node can fetch its part of a state."""
-    saved, name = state.first.world_size, states.slot_name(state.folder)
-    needed = _needed_ranks(state.first.engine, node.ranks, saved=saved, now=world_size)
-    missing = needed - _ranks_in(node.parts, name, state.first.step)
+    needed = _needed_ranks(state.first, node.ranks, world_size)
+    missing = needed - _ranks_in(node.parts, states.slot_name(state.folder), state.first.step)
     return sum(size for rank in missing for _, size in state.ranks[rank].files) <= (
         node.room if missing else sys.maxsize
     )

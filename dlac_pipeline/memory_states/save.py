@@ -321,6 +321,7 @@ class MemorySaves:
             world_size=self._communicator.world_size,
             readers=self._communicator.coordinate.count,
             engine=engine.name,
+            loads_own_files=getattr(engine, "loads_own_files", False),
             leg=point.leg,
             groups=list(tracker.groups),
             cursors=[] if cursors is None else cursors.tolist(),

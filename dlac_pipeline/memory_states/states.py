@@ -70,6 +70,8 @@ class RankState:
     readers: int
     """Number of shares in which the ranks read the batches."""
     engine: str
+    loads_own_files: bool
+    """True if a rank loads only its files and rank 0's, when as many ranks saved them."""
     leg: str
     """The leg as JSON."""
     groups: list[int]

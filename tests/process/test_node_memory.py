@@ -437,7 +437,7 @@ def fetch(found: Nodes) -> tuple[states.MemoryState, Path]:
     """Return the newest state of all nodes, and its place on the first one after the fetch."""
     gathered = found.memories[0].find(found.rounds[0])
     state = gathered.read()[0]
-    point = gathered.with_sources(replace(point_of(state), engine=state.first.engine))
+    point = gathered.with_sources(replace(point_of(state), loads_own_files=state.first.loads_own_files))
     found.memories[0].begin(point, found.rounds[0])
     wait_until(lambda: found.memories[0].local_point() is not None, what="the resume point")
     return state, folder_in(found.memories[0].local_point())

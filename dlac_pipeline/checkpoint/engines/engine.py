@@ -71,6 +71,9 @@ class EngineFiles(Protocol):
 class Engine(EngineFiles, Protocol):
     """The state of a script. The class is called with the object that a script restores, or with its parts by name."""
 
+    loads_own_files: bool = False
+    """True if a rank loads only its files and rank 0's of a checkpoint, when as many ranks saved it."""
+
     def save(self, folder: Path, write: Write) -> None:
         """Pass on this rank's part, file by file in `folder`. Collective. No rank may be left waiting after an error.
 

@@ -27,6 +27,7 @@ class TorchState(Engine):
     """
 
     name = "torch"
+    loads_own_files = True
     _FILE = "torch-state.pt"
     _GROUPS = "dlac.groups"
     """Beside the parts: optimizer -> the names of the parameters in each of its groups."""

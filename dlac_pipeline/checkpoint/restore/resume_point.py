@@ -104,6 +104,8 @@ class FromMemory(_AttemptFacts):
     world_size: int
     """Number of ranks that saved the state."""
     engine: str
+    loads_own_files: bool
+    """True if a rank loads only its files of the state and rank 0's, when as many ranks saved it."""
     checkpoint_id: str | None
     """The checkpoint that the state continues. None: the beginning of the run."""
     head_step: int

@@ -44,6 +44,7 @@ class DeepSpeedState(Engine):
     """A DeepSpeed engine (ZeRO 0-3): every rank saves its shards through DeepSpeed's save path."""
 
     name = "deepspeed"
+    loads_own_files = True
     foreign_layout = "DeepSpeed (<tag>/*model_states.pt)"
     TAG = "deepspeed"
     """Name of the folder of DeepSpeed's files in a checkpoint's folder."""

@@ -29,6 +29,7 @@ def point_in_memory(claimed: Claimed, resolved: Resolved) -> FromMemory | None:
         folder="" if state is None else str(state.folder),
         world_size=claim.memory_ranks,
         engine="" if state is None else state.first.engine,
+        loads_own_files=state is not None and state.first.loads_own_files,
         checkpoint_id=head.checkpoint_id or None,
         head_step=head.step,
         head_at=(head if head.checkpoint_id else chosen.rows[0]).committed_at.timestamp(),
