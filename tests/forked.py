@@ -39,11 +39,10 @@ from dlac_pipeline.elastic.preload import PRELOAD_VARIABLE
 
 _IMPORTS = (
     "torch.distributed.checkpoint.state_dict",
-    "torch.distributed.elastic.multiprocessing.api",
     "torch._dynamo",
     "dlac_pipeline.train.training_run",
     "dlac_pipeline.dataset",
-    "dlac_pipeline.elastic.agent",
+    "dlac_pipeline.elastic.rank_launcher",
     "dlac_pipeline.launchers.serve",
     "dlac_pipeline.cli.main",
 )

@@ -21,7 +21,6 @@ from dlac_pipeline.lakehouse.masking import mask_secrets
 PRELOAD_VARIABLE = "DLAC_PRELOAD"
 """Set for the fork server alone: `title`, `log`, `problem` (two files), `folder` of the script, `modules` of the job spec."""
 _ALWAYS = (
-    "torch.distributed.elastic.multiprocessing.api",
     "torch._dynamo",  # each optimizer imports it, which takes a second
     "dlac_pipeline.train.training_run",
     "dlac_pipeline.dataset",

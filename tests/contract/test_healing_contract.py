@@ -15,7 +15,7 @@ from dlac_pipeline.lakehouse.errors import BadInput
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
 from dlac_pipeline.spec.launch_spec import LaunchSpec
 from dlac_pipeline.supervise.ranks.healing import Healing, healing_of
-from dlac_pipeline.supervise.ranks.rank_starter import RankStart
+from dlac_pipeline.supervise.ranks.rank_starter import RankStart, RankStarter
 from dlac_pipeline.train.training_run import TrainingRun
 from tests.conftest import PROGRAMS
 from tests.installed import install_distribution
@@ -34,15 +34,14 @@ class Starts(RankStart):
     """The start of ranks that have no processes. `live` has those that run."""
 
     def __init__(self, spec: JobSpec, folder: Path) -> None:
-        agent: Any = SimpleNamespace(make_agent=lambda *_, **__: True, import_agent=lambda: None)
-        super().__init__(agent, spec, folder, Share(world_size=RANKS, ranks=RANKS))
+        super().__init__(RankStarter(), spec, folder, Share(world_size=RANKS, ranks=RANKS))
         self.live: dict[int, Any] = {}
         self.starts = 0
 
     def start_ranks(
         self, share: Share, variables: Mapping[str, str] | None = None, *, first_local_rank: int = 0
     ) -> Processes:
-        """Start as many as the share says, and number them as the agent does."""
+        """Start as many as the share says, and number them as the launcher does."""
         self.starts += share.ranks
         first = int((variables or {}).get(GROUP_VARIABLE, 0)) * share.ranks
         started = {

@@ -22,8 +22,8 @@ import psutil
 import pytest
 
 from dlac_pipeline.elastic import fork_server
-from dlac_pipeline.elastic.agent import RankAgent
 from dlac_pipeline.elastic.rank_assignment import Share
+from dlac_pipeline.elastic.rank_launcher import RankLauncher
 from dlac_pipeline.elastic.ranks import processes
 from dlac_pipeline.elastic.ranks.addresses import free_port
 from dlac_pipeline.elastic.ranks.launch_folder import log_file, pid_file
@@ -275,12 +275,12 @@ def test_slow_process_outlives_start_of_next(tmp_path: Path) -> None:
     )
     spec = spec_of(tmp_path, "pass", preload=["slow_library"])
     fork_server.start_server(spec)
-    agent = RankAgent(spec)
+    launcher = RankLauncher()
     try:
         started: list[BaseProcess] = []
         for _ in range(2):
             share = Share(world_size=1, ranks=1, port=free_port())
-            started += agent.start_processes(spec, tmp_path, share).values()
+            started += launcher.start_processes(spec, tmp_path, share).values()
             gc.collect()
         for process in started:
             process.join(30)

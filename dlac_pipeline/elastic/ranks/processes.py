@@ -3,7 +3,6 @@
 import math
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -15,13 +14,12 @@ from typing import Any
 
 import psutil
 
-from dlac_pipeline.lakehouse.errors import BadInput, DlacError, TrainingFailed, error_kind
+from dlac_pipeline.lakehouse.errors import DlacError, TrainingFailed, error_kind
 
 HANG = "Hang"
 """Kind of the failure of a rank that shows no progress."""
 _POLL_S = 0.01
 _STARTER_ENDS_S = 5.0
-_SEMAPHORES = "/dev/shm"
 _UNKNOWN = 255
 """Exit status that multiprocessing gives a process whose fork server has ended."""
 Reason = dict[str, Any]  # fields of `Exit`
@@ -100,7 +98,7 @@ class RankProcesses:
     def start_again(self, start: Callable[[], Processes]) -> None:
         """Start processes of ranks whose own have ended, and watch them. Raises as `start`.
 
-        It runs in the thread of the first start. On the main thread torch would replace the handlers of this process's signals.
+        It runs in the thread of the first start, because one thread at a time may start processes.
         """
         started: Future[Processes] = Future()
 
@@ -158,7 +156,7 @@ class RankProcesses:
                     signal_rank(process.pid or 0, signal.SIGKILL, alive=process.exitcode is None)
             self._started.set()
             self._starting.set()
-        while (work := self._work.get()) is not None:  # torch interrupts a rank when the thread that started it ends
+        while (work := self._work.get()) is not None:
             work()
 
     def _give_up(self) -> None:
@@ -178,12 +176,6 @@ def reason_not_started(err: Exception) -> Reason:
     """Return the reason of a rank that was not started, in the form in which ranks record theirs."""
     if isinstance(err, DlacError):
         return {"kind": error_kind(err), "message": str(err)}
-    if sys.platform == "linux" and isinstance(err, OSError) and not os.access(_SEMAPHORES, os.W_OK):
-        found = (
-            f"expected a writable {_SEMAPHORES}, where Python keeps the semaphores of the processes of ranks, found {err}: mount "
-            f"it writable, as with `docker run --tmpfs {_SEMAPHORES}`"
-        )
-        return {"kind": BadInput.__name__, "message": found}
     found = f"expected to start a process for this rank, found {err!r}: see the limits on processes and memory"
     return {"kind": TrainingFailed.__name__, "message": found}
 

@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from multiprocessing import parent_process
 from pathlib import Path
@@ -71,10 +71,16 @@ def without_main_module() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
-def main(script: str, *arguments: str) -> NoReturn:
-    """Run the training script, in a process of `multiprocessing` whose environment names the rank."""
+def main(environment: Mapping[str, str], binding: str, device: int, script: str, *arguments: str) -> NoReturn:
+    """Run the training script, in a process of `multiprocessing`. `environment` names the rank.
+
+    `binding` is how the rank is bound to the processors of its device, or empty.
+    """
+    os.environ.update(environment)
     try:
         _prepare(script, arguments)
+        if binding:
+            _bind(binding, device)
     except Exception as err:
         _print_to_log(traceback.format_exc())
         with suppress(OSError):
@@ -83,7 +89,14 @@ def main(script: str, *arguments: str) -> NoReturn:
     code = _run(script)
     threading._shutdown()  # type: ignore[attr-defined]  # as Python does before exit functions, which
     atexit._run_exitfuncs()  # multiprocessing leaves out
-    sys.exit(code or None)  # torch takes None for an end, and 0 for a function that has a result
+    sys.exit(code)
+
+
+def _bind(binding: str, device: int) -> None:
+    from torch.numa.binding import AffinityMode, NumaOptions, _maybe_apply_numa_binding_to_current_process
+
+    options = NumaOptions(affinity_mode=AffinityMode(binding))
+    _maybe_apply_numa_binding_to_current_process(gpu_index=device, numa_options=options)
 
 
 def _prepare(script: str, arguments: tuple[str, ...]) -> None:

@@ -3,39 +3,28 @@
 A supervisor begins with this before it imports the catalog. So nothing here imports PyArrow, pyiceberg or PyTorch at once.
 """
 
-import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from dlac_pipeline.elastic import fork_server
 from dlac_pipeline.elastic.rank_assignment import Share
+from dlac_pipeline.elastic.rank_launcher import RankLauncher
 from dlac_pipeline.elastic.ranks.processes import Processes, RankProcesses
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.ranks.healing import healing_of
 from dlac_pipeline.supervise.ranks.local_ranks import RankGroup
 
-if TYPE_CHECKING:
-    from dlac_pipeline.elastic.agent import RankAgent
-
-_CLAIM_FIRST_S = 5.0
-"""Seconds for which the import of PyTorch waits for the claim of the run. The catalog may be unavailable for longer."""
-
 
 class RankStarter:
-    """Starter of the ranks of one run, by torch's elastic agent."""
+    """Starter of the ranks of one run."""
 
     def __init__(self) -> None:
-        self.agent: RankAgent | None = None
-        self._may_import = threading.Event()
-        """Set unless the import of PyTorch waits for the claim of the run, which it would make slower by a second."""
-        self._may_import.set()
+        self.launcher = RankLauncher()
 
     def begin(self, spec: JobSpec) -> None:
-        """Let the fork server import the libraries of ranks. PyTorch is imported here once the run is claimed."""
-        self._may_import.clear()
+        """Let the fork server import the libraries of ranks."""
         healing = healing_of(spec.launch)
         with suppress(OSError):  # an unavailable folder or script is reported at its first use
             if Path(spec.launch.script).is_file():
@@ -50,28 +39,9 @@ class RankStarter:
         processes = start.in_background(partial(start.start_ranks, share))
         return RankGroup(folder, processes, server_log=start.server_log)
 
-    def import_agent(self) -> None:
-        """Let this process import PyTorch now, because the run is claimed."""
-        self._may_import.set()
-
     def close(self) -> None:
         """End the fork server. No rank starts after that."""
         fork_server.end_server()
-
-    def make_agent(self, spec: JobSpec, processes: RankProcesses, *, alone: bool) -> bool:
-        """Make the agent in the first attempt. Return False if the ranks are unwanted by then.
-
-        On a node that trains `alone` this waits for the claim. Several nodes have met through PyTorch's store.
-        """
-        if self.agent is None:
-            if alone:
-                self._may_import.wait(_CLAIM_FIRST_S)
-            if not processes.is_wanted:
-                return False
-            from dlac_pipeline.elastic.agent import RankAgent
-
-            self.agent = RankAgent(spec)
-        return processes.is_wanted
 
 
 class RankStart:
@@ -90,7 +60,7 @@ class RankStart:
         return RankProcesses(
             range(first, first + self.share.ranks),
             partial(self._start, start, user),
-            abort=partial(self._abort, user),
+            abort=partial(fork_server.end_server, only_user=user),
             why_unknown=partial(fork_server.why_gone, self.spec),
             on_gone=partial(fork_server.remove_user, user),
             patience_s=launch.start_timeout_s,
@@ -99,7 +69,7 @@ class RankStart:
     def start_ranks(
         self, share: Share, variables: Mapping[str, str] | None = None, *, first_local_rank: int = 0
     ) -> Processes:
-        """Start the ranks of one process group, with further variables. Raises as `RankAgent.start_processes`.
+        """Start the ranks of one process group, with further variables. Raises as `RankLauncher.start_processes`.
 
         Only in the thread of `in_background`, also for ranks that replace dead ones.
         """
@@ -107,18 +77,11 @@ class RankStart:
         launch = self.spec.launch
         of_group = launch.model_copy(update={"env": {**launch.env, **(variables or {})}})
         spec = self.spec.model_copy(update={"launch": of_group})
-        agent = self._starter.agent
-        assert agent is not None, "it is made before the first start"
-        return agent.start_processes(spec, self.folder, share, first_local_rank=first_local_rank)
+        return self._starter.launcher.start_processes(spec, self.folder, share, first_local_rank=first_local_rank)
 
     def _start(self, start: Callable[[], Processes], user: object, processes: RankProcesses) -> Processes:
         try:
-            can_start = self._starter.make_agent(self.spec, processes, alone=self.share.nodes == 1)
-            return start() if can_start else {}
+            return start() if processes.is_wanted else {}
         finally:
             if not processes.is_wanted:
                 fork_server.end_server(only_user=user)  # multiprocessing replaces one that was ended while it was asked
-
-    def _abort(self, user: object) -> None:
-        self._starter.import_agent()
-        fork_server.end_server(only_user=user)

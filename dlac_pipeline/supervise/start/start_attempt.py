@@ -35,7 +35,6 @@ def start_attempt(
     verifying: Verifying = lambda step, done, total: None,
     verify: Verify = verify_here,
     stop: threading.Event | None = None,
-    on_claim: Callable[[], None] = lambda: None,
 ) -> ResumePoint:
     """Resolve the leg, claim the run, restore the state to resume from, and return the resume point.
 
@@ -44,7 +43,6 @@ def start_attempt(
     - `verifying` receives the progress of the verification of a checkpoint. Its exception ends the claim.
     - `verify` is as for `restore`.
     - Once `stop` is set, the claim does not wait for an unavailable catalog.
-    - `on_claim` is called once the run is claimed, before the checkpoint is verified.
 
     Raises:
         CommitOutcomeUnknown: the run may or may not be claimed.
@@ -63,7 +61,6 @@ def start_attempt(
     resolved = resolver.resolve(before.head, lambda: legs_of(request.states_of(spec)))
     claimed = claim_attempt(ledger, spec, request, resolved, before, tiers)
     claimed_at = time.monotonic()
-    on_claim()
     leg = resolved.leg
     point: ResumePoint | None = point_in_memory(claimed, resolved)
     if point is None:

@@ -41,7 +41,6 @@ class SupervisedStart:
             verifying=verifying,
             verify=NodeVerifiers(part.round).verify,
             stop=supervision.stops.stop,
-            on_claim=part.starter.import_agent,
         )
         return found.with_sources(point)
 
