@@ -127,23 +127,6 @@ def test_stranger_writes_are_ignored(tmp_path: Path) -> None:
     assert not (tmp_path / "struck").exists()
 
 
-def test_old_message_is_no_news() -> None:
-    """A lease that a stranger recorded and replays does not set the nodes back."""
-    server = process_group.serve_store("127.0.0.1", own_port())
-    stranger = TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
-    beat = heartbeat(server.port, LaunchSpec(script="x", nodes="1:2", rendezvous="127.0.0.1:1", last_call_s=1))
-    beat.seek(Offer(host="a", address="127.0.0.1", ranks=1))
-    wait_until(lambda: beat.leads, what="the lease")
-    old = stranger.get("dlac/r/lease")
-    wait_until(lambda: beat.plan is not None, what="the round")
-    plan = beat.plan
-    stranger.set("dlac/r/lease", old.decode())
-    time.sleep(2.0)
-    assert beat.plan == plan
-    assert (beat.leads, beat.round.cut_off) == (True, False)
-    beat.close(leaves=True)
-
-
 @pytest.mark.parametrize("when", ["before the round", pytest.param("in the round", marks=pytest.mark.soak)])
 def test_earlier_store_is_no_news(when: str) -> None:
     """A stranger replays messages of nodes from an earlier store with the same key. They change nothing."""
