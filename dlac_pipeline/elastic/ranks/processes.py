@@ -6,10 +6,8 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from contextlib import suppress
 from multiprocessing.process import BaseProcess
-from queue import SimpleQueue
 from typing import Any
 
 import psutil
@@ -59,10 +57,7 @@ class RankProcesses:
         """Set when it is known which ranks exist."""
         self._starting = threading.Event()
         """Set when the start is over."""
-        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        """Later work of the thread. None ends it."""
-        self._thread = threading.Thread(target=self._start, args=(start,), name="ranks", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._start, args=(start,), name="ranks", daemon=True).start()
 
     @property
     def is_started(self) -> bool:
@@ -96,20 +91,8 @@ class RankProcesses:
         return 1 if self._aborted_by is None else -self._aborted_by
 
     def start_again(self, start: Callable[[], Processes]) -> None:
-        """Start processes of ranks whose own have ended, and watch them. Raises as `start`.
-
-        It runs in the thread of the first start, because one thread at a time may start processes.
-        """
-        started: Future[Processes] = Future()
-
-        def work() -> None:
-            try:
-                started.set_result(start())
-            except Exception as err:
-                started.set_exception(err)
-
-        self._work.put(work)
-        processes = started.result()
+        """Start processes of ranks whose own have ended, and watch them. Raises as `start`."""
+        processes = start()
         with self._lock:
             self._processes = {**self._processes, **processes}
 
@@ -140,7 +123,6 @@ class RankProcesses:
             time.sleep(_POLL_S)
         for process in self._processes.values():
             process.join(0)  # reaps it
-        self._work.put(None)
         self._on_gone()
         return running
 
@@ -156,8 +138,6 @@ class RankProcesses:
                     signal_rank(process.pid or 0, signal.SIGKILL, alive=process.exitcode is None)
             self._started.set()
             self._starting.set()
-        while (work := self._work.get()) is not None:
-            work()
 
     def _give_up(self) -> None:
         """Make the thread start no more ranks. It kills the ranks that it has just started."""

@@ -69,10 +69,7 @@ class RankStart:
     def start_ranks(
         self, share: Share, variables: Mapping[str, str] | None = None, *, first_local_rank: int = 0
     ) -> Processes:
-        """Start the ranks of one process group, with further variables. Raises as `RankLauncher.start_processes`.
-
-        Only in the thread of `in_background`, also for ranks that replace dead ones.
-        """
+        """Start the ranks of one process group, with further variables. Raises as `RankLauncher.start_processes`."""
         fork_server.start_server(self.spec)
         launch = self.spec.launch
         of_group = launch.model_copy(update={"env": {**launch.env, **(variables or {})}})
