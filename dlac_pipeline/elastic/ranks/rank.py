@@ -158,9 +158,7 @@ def _forget_shadowed(folder: Path) -> None:
 def _run(script: str) -> int:
     """Run the script and return its exit status. The reason of a failure is recorded."""
     try:
-        # PyTorch would listen at every address. A new Python that is the only rank does not import it for that.
-        this = this_process()
-        if this.rank == 0 and (this.world_size > 1 or "torch" in sys.modules):
+        if this_process().rank == 0:  # PyTorch would listen at every address
             from dlac_pipeline.elastic.ranks.process_group import serve_group_store
 
             serve_group_store()
