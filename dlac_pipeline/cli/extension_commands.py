@@ -35,28 +35,33 @@ COMMANDS = Door("dlac.commands", "command")
 class ExtensibleGroup(TyperGroup):
     """The commands of the core, and then those of extensions. A name of the core's is never an extension's."""
 
+    @property
+    def prefix(self) -> str:
+        """Beginning of the names of this group's entries."""
+        return ""
+
     def list_commands(self, ctx: Any) -> list[str]:
         """List the names for the help. A command of an extension has the text in the source of its module."""
-        for name, point in self._points(ctx).items():
+        for name, point in self._points().items():
             if name not in self.commands:
-                self.commands[name] = ListedCommand(name, point, is_inner=ctx.parent is not None)
+                self.commands[name] = ListedCommand(name, point)
         return super().list_commands(ctx)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         """Find the command that is named. An extension is imported now."""
         known = self.commands.get(args[0])
         if known is None or isinstance(known, ListedCommand):
-            if point := self._points(ctx).get(args[0]):
+            if point := self._points().get(args[0]):
                 self.commands[args[0]] = load_command(point.name)
             else:
                 self.list_commands(ctx)  # names among which the error suggests one
                 self._refuse_inner(ctx, args[0])
         return super().resolve_command(ctx, args)
 
-    def _points(self, ctx: Any) -> dict[str, EntryPoint]:
-        """Return the extensions' commands of this group. The entry "table.register" is `register` of the group `table`."""
-        prefix = "" if ctx.parent is None else f"{self.name}."
-        found = {name.removeprefix(prefix): each for name, each in COMMANDS.points().items() if name.startswith(prefix)}
+    def _points(self) -> dict[str, EntryPoint]:
+        """Return the extensions' commands of this group."""
+        points, prefix = COMMANDS.points(), self.prefix
+        found = {name.removeprefix(prefix): each for name, each in points.items() if name.startswith(prefix)}
         return {name: each for name, each in found.items() if "." not in name}
 
     def _refuse_inner(self, ctx: Any, name: str) -> None:
@@ -64,14 +69,23 @@ class ExtensibleGroup(TyperGroup):
         groups = {key: each for key, each in self.commands.items() if isinstance(each, TyperGroup)}
         inner = [f"{key} {name}" for key, each in groups.items() if name in each.commands]
         inner += [point.replace(".", " ") for point in COMMANDS.points() if point.endswith(f".{name}")]
-        if inner and ctx.parent is None:
+        if inner and not self.prefix:
             ctx.fail(f"No such command {name!r}. Did you mean {' or '.join(map(repr, inner))}?")
+
+
+class InnerGroup(ExtensibleGroup):
+    """A group of commands in `dlac`. The entry "table.register" is the command `register` of the group `table`."""
+
+    @property
+    def prefix(self) -> str:
+        """Beginning of the names of this group's entries."""
+        return f"{self.name}."
 
 
 class ListedCommand(TyperCommand):
     """A command of an extension in the help of `dlac`. Its module is not imported."""
 
-    def __init__(self, name: str, point: EntryPoint, *, is_inner: bool) -> None:
+    def __init__(self, name: str, point: EntryPoint) -> None:
         text, panel = f"Command of {point.value}.", "Extensions"
         with suppress(AttributeError, ImportError, OSError, ValueError, SyntaxError):  # there is no readable source
             for node in ast.parse(Path(_find_module(point.module).origin or "").read_bytes()).body:
@@ -82,7 +96,7 @@ class ListedCommand(TyperCommand):
                 elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == point.attr:
                     options = node.value.keywords if isinstance(node.value, ast.Call) else []
                     text = next((ast.literal_eval(each.value) for each in options if each.arg == "help"), text)
-        super().__init__(name, help=text, rich_help_panel=None if is_inner else panel)
+        super().__init__(name, help=text, rich_help_panel=None if "." in point.name else panel)
 
 
 def load_command(name: str) -> Any:

@@ -10,12 +10,12 @@ from typer import Argument, Option
 
 from dlac_pipeline.audit.wording import format_age, format_bytes, format_count
 from dlac_pipeline.cli import shared as ui
-from dlac_pipeline.cli.extension_commands import ExtensibleGroup
+from dlac_pipeline.cli.extension_commands import InnerGroup
 from dlac_pipeline.lakehouse.config import KEEP_SNAPSHOTS, MOST_SNAPSHOTS
 
 app = typer.Typer()
-table = typer.Typer(cls=ExtensibleGroup, no_args_is_help=True)
-ledger = typer.Typer(cls=ExtensibleGroup, no_args_is_help=True)
+table = typer.Typer(cls=InnerGroup, no_args_is_help=True)
+ledger = typer.Typer(cls=InnerGroup, no_args_is_help=True)
 app.add_typer(
     table,
     name="table",
