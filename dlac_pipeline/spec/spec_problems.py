@@ -73,10 +73,13 @@ def name_or_number(least: int, most: int, names: tuple[str, ...] = ()) -> Before
     wanted = " or ".join(f'"{name}"' for name in names) or "a name"
 
     def check(value: object) -> object:
-        is_named = isinstance(value, str) and value in (names or (value,))
-        if is_named or (isinstance(value, int) and not isinstance(value, bool) and least <= value <= most):
-            return value
-        raise ValueError(f"expected {wanted}, or a number from {least} to {most}, found {value!r}")
+        if isinstance(value, str):
+            fits = value in names or not names
+        else:
+            fits = isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+        if not fits:
+            raise ValueError(f"expected {wanted}, or a number from {least} to {most}, found {value!r}")
+        return value
 
     return BeforeValidator(check)
 

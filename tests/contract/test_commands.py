@@ -131,9 +131,12 @@ def test_command_of_group_is_suggested(name: str, meant: str) -> None:
     assert f"No such command {name!r}. Did you mean {meant!r}?" in CliRunner().invoke(app, [name]).output
 
 
+@pytest.mark.usefixtures("installed")
 def test_groups_are_marked() -> None:
     """The help of `dlac` tells groups from commands."""
-    groups = [name for name, each in get_command(app).commands.items() if isinstance(each, TyperGroup)]  # type: ignore[attr-defined]
+    core = get_command(app)
+    assert isinstance(core, TyperGroup)
+    groups = [name for name, each in core.commands.items() if isinstance(each, TyperGroup)]
     assert {"checkpoint", "ledger", "table"} <= {*groups}
     for name in (*groups, "forget", "passport"):
         assert any(line.startswith(name) and "  Group: " in line for line in listed()), name
