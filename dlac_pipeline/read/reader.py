@@ -24,7 +24,7 @@ from dlac_pipeline.plan.order import ReaderState
 from dlac_pipeline.plan.slots import DataCoordinate, groups_of_slots
 from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.plan.units import Ints
-from dlac_pipeline.read.assemble import assemble, assemble_run
+from dlac_pipeline.read.assemble import assemble, assemble_run, shape_of
 from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.read.documents import Documents, Kinds, Samples
 from dlac_pipeline.read.group import GroupBatch, GroupReader, GroupSlots, OpenStream
@@ -328,9 +328,16 @@ def _items_of(taken: Sequence[GroupBatch]) -> int:
 
 def open_streams(opened: "OpenLeg", prefetch: Prefetcher) -> OpenStream:
     """Return the function that opens the stream of a source and a key group, whose blocks are decoded in `prefetch`."""
-    first = opened.first_kinds()
+    first = _first_kinds(opened)
     openers = [_opener(opened, prefetch, index, first) for index in range(len(opened.sources))]
     return lambda source, group, cursor: openers[source](group, cursor)
+
+
+def _first_kinds(opened: "OpenLeg") -> dict[str, Kinds]:
+    """Return the kinds that all transforms must give, as `samples_of` takes them: of sources without one, if any."""
+    kinds = {} if opened.leg.sequences.length else opened.kinds()
+    found = {name: (f"{'ragged ' * kind.ragged}{kind.items.name}", shape_of(kind)) for name, kind in kinds.items()}
+    return {"first": found} if found else {}
 
 
 def _opener(

@@ -13,8 +13,6 @@ from dlac_pipeline.plan.plan import Plan, Plans
 from dlac_pipeline.plan.slots import ALL_SLOTS, DataCoordinate
 from dlac_pipeline.plan.source_order import RowRange
 from dlac_pipeline.plan.units import UnitTable
-from dlac_pipeline.read.assemble import shape_of
-from dlac_pipeline.read.documents import Kinds
 from dlac_pipeline.read.memory import Buffers
 from dlac_pipeline.read.opening.open_source import OpenSource, changed_since_plan, open_source
 from dlac_pipeline.read.prefetch import Prefetcher
@@ -93,12 +91,6 @@ class OpenLeg:
             name: ColumnKind(name=name, items=np.dtype(kind), listed=True, length=length)
             for name, kind in items.items()
         }
-
-    def first_kinds(self) -> dict[str, Kinds]:
-        """Return the kinds that all transforms must give, as `samples_of` takes them: of sources without one, if any."""
-        kinds = {} if self.leg.sequences.length else self.kinds()
-        found = {name: (f"{'ragged ' * kind.ragged}{kind.items.name}", shape_of(kind)) for name, kind in kinds.items()}
-        return {"first": found} if found else {}
 
     def _with_length(self, kind: ColumnKind) -> ColumnKind:
         """Return the kind with the length of its lists: the length of the first list in the plans, the same on every rank."""
