@@ -20,6 +20,7 @@ from dlac_pipeline.lakehouse.errors import MemoryStateLost
 from dlac_pipeline.memory_states import states
 from dlac_pipeline.memory_states.memory_file import MemoryFile
 from dlac_pipeline.memory_states.save import MOST_OVERHEAD, MemorySaves, _bytes_of_state
+from dlac_pipeline.plan.slots import ALL_SLOTS
 from dlac_pipeline.train.restored_state import _losing, read_memory
 from tests.memory_states import OWN, keep, part_of, spec_of
 from tests.resume_points import memory_point
@@ -61,6 +62,7 @@ def saves_of(
         is_on_one_node=False,
         is_first_of_node=True,
         first_rank_here=0,
+        coordinate=ALL_SLOTS,
         ranks_here=1,
         tree=tree_of(fixed),
     )

@@ -19,6 +19,7 @@ from dlac_pipeline.checkpoint.step_sync import RankReport, StepSync
 from dlac_pipeline.elastic.ranks.rank import LAUNCH_VARIABLE
 from dlac_pipeline.memory_states import states
 from dlac_pipeline.memory_states.save import MemorySaves
+from dlac_pipeline.plan.slots import ALL_SLOTS
 from dlac_pipeline.track.tracker import ReaderStateTracker
 from tests.memory_states import fresh_start, spec_of
 
@@ -39,6 +40,7 @@ class Rank:
             world_size=1,
             ranks_here=1,
             first_rank_here=0,
+            coordinate=ALL_SLOTS,
             is_first_of_node=True,
             is_on_one_node=False,
             tree=RankTree(0, 1, None),
