@@ -66,7 +66,7 @@ def keep(folder: Path, part: RankState, *, slot: int = 0) -> None:
     for name, size in part.files:
         (place / name).parent.mkdir(parents=True, exist_ok=True)
         (place / name).write_bytes(bytes([part.rank, part.step]) * (size // 2) + bytes(size % 2))
-    states.write_seal(place, part.rank, states.pack_seal(part))
+    states.write_seal(place, part)
 
 
 def fresh_start() -> FreshStart:

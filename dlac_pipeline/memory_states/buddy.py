@@ -79,8 +79,7 @@ class BuddyCopies:
             try:
                 mark = states.marks_of_seals(slot, self._ranks)
                 if mark != self._marks.get(number):
-                    seals = (states.read_seal(slot, rank) for rank in self._ranks)
-                    (step,) = {states.parse_seal(seal).step for seal in seals}
+                    (step,) = {part.step for part in states.read_seals(slot, self._ranks)}
                     if newest is None or step > newest[1]:
                         newest = slot, step, mark
             except (OSError, ValueError):  # a rank has not sealed it

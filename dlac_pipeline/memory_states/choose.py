@@ -49,13 +49,12 @@ class MemoryChoice:
     run: str
     ledger: Ledger
     replaced: int
-    find: FindStates | None
-    """None: no state is taken."""
+    find: FindStates
     died_loading: DiedLoading
 
     def choose(self, fence: Fence, *, leg: str) -> dict[str, Any]:
         """Return the fields of a `ClaimRow` for the newest state that may be taken with this fence and leg (as JSON), if any."""
-        states = [each for each in self._states() if each.first.leg == leg]
+        states = [each for each in self.find() if each.first.leg == leg]
         if not states:
             return {}
         rows = self._rows()
@@ -83,15 +82,11 @@ class MemoryChoice:
         claim, head = claim_of(rows, fence.attempt), _head_of(fence, rows)
         if not claim.memory_of or head is None:
             return None
-        named = (claim.memory_of, claim.memory_step, claim.memory_at)
-        found = (each for each in self._states() if _name_of(each) == named and each.first.leg == leg)
+        found = (each for each in self.find() if _name_of(each) == _taken_by(claim) and each.first.leg == leg)
         return ClaimedState(claim=claim, state=next(found, None), head=head, rows=rows)
 
     def _rows(self) -> list[LedgerRow]:
         return self.ledger.rows(self.run, kinds=HEAD_KINDS)
-
-    def _states(self) -> Sequence[MemoryState]:
-        return [] if self.find is None else self.find()
 
 
 def _name_of(state: MemoryState) -> tuple[int, int, float]:

@@ -5,8 +5,9 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
@@ -15,13 +16,12 @@ from dlac_pipeline.elastic.rank_assignment import Member, Share
 from dlac_pipeline.elastic.round import Round
 from dlac_pipeline.memory_states import states
 from dlac_pipeline.memory_states.buddy import BuddyCopies
-from dlac_pipeline.memory_states.server import FETCH, FETCH_SEALS, LIST, TIMEOUT_S, MemoryServer, WriteTurn
+from dlac_pipeline.memory_states.server import FETCH, LIST, TIMEOUT_S, MemoryServer, WriteTurn
 from dlac_pipeline.memory_states.states import MemoryState, Part, RankState
 from dlac_pipeline.memory_states.transfer import (
     Address,
     Connection,
     Guard,
-    TransferRefused,
     key_of,
     receive_parts,
 )
@@ -58,7 +58,7 @@ class FoundStates:
         """Return the whole memory states that all nodes have room for, the newest first."""
         if self.folder is None:
             return []
-        nodes = self._nodes()
+        nodes = self._nodes(self.folder)
         found = states.find_states(self.folder, [part for node in nodes for part in node.parts])
         world_size = sum(len(node.ranks) for node in nodes)
         return [state for state in found if all(_has_room(node, state, world_size) for node in nodes)]
@@ -68,14 +68,13 @@ class FoundStates:
         if not isinstance(point, FromMemory) or not point.folder or self.folder is None or self.address is None:
             return point
         name = states.slot_name(Path(point.folder))
-        nodes = zip([self.address, *self.elsewhere], self._nodes(), strict=True)
+        nodes = zip([self.address, *self.elsewhere], self._nodes(self.folder), strict=True)
         found = {address: _ranks_in(node.parts, name, point.step) for address, node in nodes}
         sources = [(*address, sorted(ranks)) for address, ranks in found.items() if ranks]
         return replace(point, sources=sources)
 
-    def _nodes(self) -> list[NodeStates]:
-        parts = [] if self.folder is None else states.read_parts(self.folder)
-        return [replace(self.here, parts=parts), *self.elsewhere.values()]
+    def _nodes(self, folder: Path) -> list[NodeStates]:
+        return [replace(self.here, parts=states.read_parts(folder)), *self.elsewhere.values()]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -127,7 +126,8 @@ class NodeMemory:
         """
         share, others = round_.share, [round_.members[place] for place in round_.others]
         is_served = self._folder is not None and all(member.offer.memory_port for member in others)
-        here = NodeStates(ranks=_ranks_of(share), parts=[], room=self._room())
+        room = 0 if self._folder is None else states.room_for_states(self._folder.parents[1])
+        here = NodeStates(ranks=_ranks_of(share), parts=[], room=room)
         if not others or not is_served or self._server is None:
             return FoundStates(folder=None if others else self._folder, here=here)
         with ThreadPoolExecutor(min(_MOST_THREADS, len(others))) as pool:
@@ -208,9 +208,6 @@ class NodeMemory:
             self._server.close()
             self._server = None
 
-    def _room(self) -> int:
-        return 0 if self._folder is None else states.room_for_states(self._folder.parents[1])
-
     def _list(self, member: Member) -> NodeStates:
         ranks, found, room = range(member.first_rank, member.first_rank + member.ranks), [], 0
         with (
@@ -222,7 +219,7 @@ class NodeMemory:
             room = int(answer["room"])
             for slot, seal in answer["parts"]:
                 with suppress(ValueError):  # another version
-                    found.append(Part(str(slot), bytes(seal)))
+                    found.append(Part(str(slot), states.parse_seal(seal)))
         return NodeStates(ranks=ranks, parts=found, room=room)
 
     def _fetch(self, point: FromMemory, current: _Attempt, world_size: int) -> FromMemory:
@@ -246,42 +243,28 @@ class NodeMemory:
         own = [part for part in states.read_parts(self._folder) if (part.slot, part.state.step) == (name, point.step)]
         if len(own) == point.world_size:
             return slot
-        home, guard = states.fetched_folder(current.folder, current.ranks[0]), _until(current.guard, until)
-        target = states.slot_at(home, name)
+        target = states.slot_at(states.fetched_folder(current.folder, current.ranks[0]), name)
+        guard = WriteTurn(current.guard).take(until=until)
         with guard():
             states.make_folder(target)
             for part in own:
                 states.link_part(part, slot, target)
         missing = set(range(point.world_size)) - {part.state.rank for part in own}
         needed = missing & _needed_ranks(point, current.ranks, world_size)
-        self._fetch_all(point, target, FETCH, needed, guard)
-        self._fetch_all(point, target, FETCH_SEALS, missing - needed, guard)
-        return target
-
-    def _fetch_all(self, point: FromMemory, target: Path, operation: str, ranks: set[int], guard: Guard) -> None:
-        """Fetch the parts of ranks, or only their seals, from the nodes that have them. Other nodes are asked after a failure."""
         own = None if self._server is None else self._server.address
         for host, port, found in point.sources:
-            wanted = sorted(ranks.intersection(found))
+            wanted = sorted(missing.intersection(found))
             if wanted and (host, port) != own:
                 try:
-                    self._fetch_from((host, port), target, operation, wanted, point.step, guard)
-                    ranks = ranks - set(wanted)
-                except OSError as err:
+                    with Connection.open((host, port), self._key, FETCH, timeout_s=TIMEOUT_S) as connection:
+                        connection.send(slot=name, ranks=wanted, seals_only=sorted(set(wanted) - needed))
+                        receive_parts(connection, target, guard, partial(_check_parts, ranks=wanted, step=point.step))
+                    missing -= set(wanted)
+                except OSError as err:  # another node may have them too
                     self._warnings.put(
                         f"expected ranks {wanted} of the state in memory from {host}:{port}, found {err}"
                     )
-
-    def _fetch_from(
-        self, address: Address, slot: Path, operation: str, ranks: list[int], step: int, guard: Guard
-    ) -> None:
-        def check(parts: Sequence[RankState]) -> None:
-            if [part.rank for part in parts] != ranks or {part.step for part in parts} != {step}:
-                raise ValueError(f"expected ranks {ranks} after step {step}, found others")
-
-        with Connection.open(address, self._key, operation, timeout_s=TIMEOUT_S) as connection:
-            connection.send(slot=states.slot_name(slot), ranks=ranks)
-            receive_parts(connection, slot, guard, check)
+        return target
 
 
 def _address_of(member: Member) -> Address:
@@ -311,14 +294,6 @@ def _has_room(node: NodeStates, state: MemoryState, world_size: int) -> bool:
     )
 
 
-def _until(guard: Guard, moment: float) -> Guard:
-    """Return a context that refuses writes after a moment of the monotonic clock, too."""
-
-    @contextmanager
-    def limited() -> Iterator[None]:
-        with guard():
-            if time.monotonic() > moment:
-                raise TransferRefused("it took too long")
-            yield
-
-    return limited
+def _check_parts(parts: Sequence[RankState], *, ranks: Sequence[int], step: int) -> None:
+    if [part.rank for part in parts] != ranks or {part.step for part in parts} != {step}:
+        raise ValueError(f"expected ranks {ranks} after step {step}, found others")

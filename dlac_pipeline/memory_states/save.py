@@ -6,7 +6,7 @@ import os
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -69,9 +69,11 @@ class MemorySaves:
         self._warn = warn
         can_keep = not point.rehearses_until and (LAUNCH_VARIABLE in os.environ or communicator.is_on_one_node)
         self._is_wanted = can_keep and bool(spec.checkpoint.memory)
-        self._run_folder = states.memory_folder(spec) if can_keep else None
+        run_folder = states.memory_folder(spec) if can_keep else None
+        self._own = None if run_folder is None else states.attempt_folder(run_folder, point.attempt, point.nonce)
+        """Folder of this attempt on this node. None: this node keeps no states."""
         self._folder: Path | None = None
-        """Folder of this attempt. None: no states are kept."""
+        """The same folder while states are kept."""
         self._every = self._fixed = spec.checkpoint.memory_every_steps
         """Steps between two states. 0: not known yet. The first steps of the attempt show the cost of a state."""
         self._number = 0
@@ -88,7 +90,7 @@ class MemorySaves:
         self._failed = False
         self._files: dict[Path, MemoryFile] = {}
         """The files that this rank has written."""
-        self._maps = self._run_folder is not None and is_tmpfs(self._run_folder)
+        self._maps = run_folder is not None and is_tmpfs(run_folder)
         self._costs: deque[float] = deque(maxlen=_COSTS)
         """Seconds that the last states took."""
         self._step_s = math.inf
@@ -101,31 +103,30 @@ class MemorySaves:
         """Make the folder on each node, if all have room for states of this engine beside the `loaded` one. Collective."""
         self._free_fetched()
         if isinstance(engine, TrainerFiles) or not self._is_wanted:  # another program writes its files
-            self._run_folder, problem = None, _NOT_WANTED
-        elif self._run_folder is None:
+            self._own, problem = None, _NOT_WANTED
+        elif self._own is None:
             found = f"expected a folder of shared memory on {gethostname()} as on other nodes, found none"
             problem = found if self._has_buddy else _NOT_WANTED
         else:
-            problem, folder = "", states.attempt_folder(self._run_folder, self._point.attempt, self._point.nonce)
-            if self._communicator.is_first_of_node:
-                problem = self._make(folder, engine, loaded)
+            problem = self._make(self._own, engine, loaded) if self._communicator.is_first_of_node else ""
         tree = self._communicator.tree
         agreed = f"{self._fixed} {self._waits:d} {tree.lowest(problem.encode()).decode()}"  # nodes may have different settings
         fixed, waits, problem = tree.broadcast(agreed.encode()).decode().split(" ", 2)
         self._every, self._fixed, self._waits = int(fixed), int(fixed), waits == "1"
         if not problem:
-            self._folder = folder
+            self._folder = self._own
             return
         if self._communicator.rank == 0 and problem != _NOT_WANTED:
             self._warn(f"{problem}; no memory states are kept, and a restart reads the last checkpoint")
-        if self._communicator.is_first_of_node and self._run_folder is not None:
-            states.forget_states(self._run_folder, before=self._point.attempt + 1)
+        self._forget()
 
     def step_done(self) -> None:
         """Note that a step is done, with the time since the one before or since a state was saved."""
         now = time.monotonic()
         if self._stepped_at is not None:
-            self._step_s = _mean(self._step_s, now - self._stepped_at)
+            took_s = now - self._stepped_at
+            is_first = math.isinf(self._step_s)
+            self._step_s = took_s if is_first else (1 - _SMOOTHING) * self._step_s + _SMOOTHING * took_s
         self._stepped_at = self._due_at = now
 
     def return_to_script(self) -> None:
@@ -211,7 +212,7 @@ class MemorySaves:
             engine.save(slot, write)
             save_rng(slot, rank, write)
             if failure is None:
-                states.write_seal(slot, rank, states.pack_seal(self._sealed(engine, files, rows)))
+                states.write_seal(slot, self._sealed(engine, files, rows))
         except (OSError, DlacError) as err:
             failure = failure or err
         if failure is not None:
@@ -224,11 +225,14 @@ class MemorySaves:
 
     def end(self, *, committed: bool) -> None:
         """Remove the states at the end of the attempt, if its last checkpoint has everything."""
-        if self._run_folder is None or not committed:
-            return
-        self._free_files(self._run_folder)
-        if self._communicator.is_first_of_node:
-            states.forget_states(self._run_folder, before=self._point.attempt + 1)
+        if self._own is not None and committed:
+            self._free_files(self._own)
+            self._forget()
+
+    def _forget(self) -> None:
+        """Remove all states of the run on this node."""
+        if self._own is not None and self._communicator.is_first_of_node:
+            states.forget_states(self._own.parent, before=self._point.attempt + 1)
 
     def close(self) -> None:
         """Close the files. The states stay, for the next attempt."""
@@ -242,24 +246,21 @@ class MemorySaves:
 
     def _free_fetched(self) -> None:
         """Remove fetched parts of the state that the attempt resumed from, once all ranks have loaded it. Collective."""
-        point, tree = self._point, self._communicator.tree
-        if isinstance(point, FromMemory) and self._has_buddy:
+        tree = self._communicator.tree
+        if isinstance(self._point, FromMemory) and self._has_buddy:
             tree.broadcast(tree.lowest(b""))
-            if self._communicator.is_first_of_node and self._run_folder is not None:
-                folder = states.attempt_folder(self._run_folder, point.attempt, point.nonce)
-                states.remove(states.fetched_folder(folder, self._communicator.first_rank_here))
+            if self._communicator.is_first_of_node and self._own is not None:
+                states.remove(states.fetched_folder(self._own, self._communicator.first_rank_here))
 
     def _make(self, folder: Path, engine: Engine, loaded: MemoryState | None) -> str:
         """Make the folder of this attempt's states, or return why none are kept. Old states are removed.
 
         The state that was loaded stays until a new state is whole. All earlier ones are removed.
         """
-        number = self._point.attempt
         try:
             states.make_folder(folder)
             states.forget_old_states(folder.parent)
-            states.forget_other_slots(folder.parent, loaded, before=number)
-            earlier = sum(map(states.bytes_in, states.earlier_slots(folder.parent, before=number)))
+            earlier = states.forget_other_slots(folder.parent, loaded, before=self._point.attempt)
             state = self._state_here(engine)
             needed = max(state, states.SLOTS * state - earlier)
             if needed <= (room := states.room_for_states(folder)):
@@ -325,20 +326,19 @@ class MemorySaves:
             leg=point.leg,
             groups=list(tracker.groups),
             cursors=[] if cursors is None else cursors.tolist(),
-            trained=list(_trained([*self._manager.in_progress(), tracker])),
+            trained=[_trained(each) for each in (*self._manager.in_progress(), tracker)],
             rows=rows,
             files=files,
         )
 
 
-def _trained(trackers: list[ReaderStateTracker]) -> Iterator[states.Trained]:
-    for tracker in trackers:
-        yield states.Trained(
-            since=tracker.committed_step,
-            losses=list(tracker.losses),
-            skipped=list(tracker.skipped),
-            advances=repeatable(tracker.advances()),
-        )
+def _trained(tracker: ReaderStateTracker) -> states.Trained:
+    return states.Trained(
+        since=tracker.committed_step,
+        losses=list(tracker.losses),
+        skipped=list(tracker.skipped),
+        advances=repeatable(tracker.advances()),
+    )
 
 
 def _bytes_of_state(engine: Engine) -> tuple[int, int]:
@@ -357,7 +357,3 @@ def _bytes_of_state(engine: Engine) -> tuple[int, int]:
         else:
             shard += per_weight * local.numel() * local.element_size()
     return whole, shard
-
-
-def _mean(before: float, newest: float) -> float:
-    return newest if math.isinf(before) else (1 - _SMOOTHING) * before + _SMOOTHING * newest

@@ -1,9 +1,11 @@
 """Server of a node's memory states: it lists and sends them to further nodes of the run, and takes copies of theirs."""
 
+import math
 import os
 import socket
 import socketserver
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -21,7 +23,7 @@ from dlac_pipeline.memory_states.transfer import (
     send_parts,
 )
 
-LIST, FETCH, FETCH_SEALS, STORE = "list", "fetch", "seals", "store"
+LIST, FETCH, STORE = "list", "fetch", "store"
 """Operations of a connection."""
 TIMEOUT_S = 10.0
 """Seconds without a byte after which a transfer is given up."""
@@ -39,8 +41,8 @@ class WriteTurn:
         self._lock = threading.Lock()
         self._turn = 0
 
-    def take(self) -> Guard:
-        """Return the context of all writes in a new turn."""
+    def take(self, *, until: float = math.inf) -> Guard:
+        """Return the context of all writes in a new turn. It ends at the latest at a moment of the monotonic clock."""
         with self._lock:
             self._turn += 1
             turn = self._turn
@@ -50,6 +52,8 @@ class WriteTurn:
             with self._within(), self._lock:
                 if turn != self._turn:
                     raise TransferRefused("another attempt or copy began")
+                if time.monotonic() > until:
+                    raise TransferRefused("it took too long")
                 yield
 
         return guard
@@ -102,25 +106,25 @@ class MemoryServer:
         self._server.server_close()
 
     def _answer(self, connected: socket.socket) -> None:
-        with suppress(OSError), self._greet(connected) as connection:
+        with (
+            suppress(OSError),
+            Connection.accept(connected, self.address, self._key, timeout_s=TIMEOUT_S) as connection,
+        ):
             request = connection.receive()
             try:
                 self._do(connection, request)
             except (KeyError, ValueError, TypeError, TransferRefused) as err:
                 connection.send(refused=f"{type(err).__name__}: {err}")
 
-    def _greet(self, connected: socket.socket) -> Connection:
-        return Connection.accept(connected, self.address, self._key, timeout_s=TIMEOUT_S)
-
     def _do(self, connection: Connection, request: dict[str, Any]) -> None:
         if connection.operation == LIST:
-            parts = [[part.slot, part.seal] for part in states.read_parts(self._folder)]
+            parts = [[part.slot, states.pack_seal(part.state)] for part in states.read_parts(self._folder)]
             connection.send(parts=parts, room=states.room_for_states(self._folder.parents[1]))
             return
         slot = states.slot_at(self._folder, str(request["slot"]))
-        if connection.operation in (FETCH, FETCH_SEALS):
+        if connection.operation == FETCH:
             ranks = [int(rank) for rank in request["ranks"]]
-            send_parts(connection, slot, ranks, with_files=connection.operation == FETCH)
+            send_parts(connection, slot, ranks, seals_only=request.get("seals_only", ()))
         elif connection.operation != STORE:
             raise ValueError(f"expected an operation, found {connection.operation!r}")
         elif request["home"] == home_of(self._folder):

@@ -18,7 +18,7 @@ import os
 import re
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -123,12 +123,10 @@ class Part:
 
     slot: str
     """Name of its slot, the same on all nodes."""
-    seal: bytes
-    state: RankState = field(init=False)
+    state: RankState
 
     def __post_init__(self) -> None:
-        """Read the seal. Raise `ValueError` if it is none, or of another attempt than its slot."""
-        object.__setattr__(self, "state", parse_seal(self.seal))
+        """Raise `ValueError` if the state is of another attempt than the slot."""
         found = f"{self.state.attempt:06d}-{self.state.nonce}"
         if not _SLOT.fullmatch(self.slot) or self.slot.partition("/")[0] != found:
             raise ValueError(f"expected a seal of {self.slot!r}, found one of {found!r}")
@@ -230,14 +228,14 @@ def parse_seal(content: bytes) -> RankState:
         raise ValueError(f"expected the seal of a rank's state, found {type(err).__name__}: {err}") from err
 
 
-def write_seal(slot: Path, rank: int, content: bytes) -> None:
+def write_seal(slot: Path, state: RankState) -> None:
     """Seal a rank's files in a slot."""
-    _write(seal_file(slot, rank), content)
+    _write(seal_file(slot, state.rank), pack_seal(state))
 
 
-def read_seal(slot: Path, rank: int) -> bytes:
-    """Return the content of a rank's seal in a slot. Raise `OSError` if there is none, or the slot is refused."""
-    return _read(seal_file(slot, rank))
+def read_seals(slot: Path, ranks: Iterable[int]) -> list[RankState]:
+    """Return the sealed parts of some ranks in a slot. Raise `OSError` if one has no seal, or the slot is refused."""
+    return [parse_seal(_read(seal_file(slot, rank))) for rank in ranks]
 
 
 def remove_seal(slot: Path, rank: int) -> None:
@@ -247,7 +245,7 @@ def remove_seal(slot: Path, rank: int) -> None:
 
 
 def marks_of_seals(slot: Path, ranks: Iterable[int]) -> list[tuple[int, int]]:
-    """Return the identity and the time of each rank's seal. Raises as `read_seal`."""
+    """Return the identity and the time of each rank's seal. Raises as `read_seals`."""
     with opened(slot) as here:
         found = [os.stat(seal_file(slot, rank).name, dir_fd=here) for rank in ranks]
     return [(each.st_ino, each.st_mtime_ns) for each in found]
@@ -304,7 +302,7 @@ def _parts_in(slot: Path) -> list[Part]:
     for path in _names_in(slot):
         if _SEAL.fullmatch(path.name):
             with suppress(OSError, ValueError):  # being written, or of another version
-                part = Part(slot_name(slot), _read(path))
+                part = Part(slot_name(slot), parse_seal(_read(path)))
                 with opened(slot) as here:
                     if all(os.stat(name, dir_fd=here).st_size == size for name, size in part.state.files):
                         parts.append(part)
@@ -361,21 +359,17 @@ def remove_if_empty(folder: Path) -> None:
         os.rmdir(folder.name, dir_fd=above)
 
 
-def forget_other_slots(folder: Path, state: MemoryState | None, *, before: int) -> None:
+def forget_other_slots(folder: Path, state: MemoryState | None, *, before: int) -> int:
     """Remove the slots of a run's attempts before the attempt `before`, except a state's slot, and the states that they fetched.
 
-    Killed supervisors leave the states that they fetched. No slot has a link to such a state.
+    Killed supervisors leave the states that they fetched. No slot has a link to such a state. Return the bytes that stay.
     """
-    for slot in earlier_slots(folder, before=before):
+    for slot in _of_earlier(folder, "-", before=before):
         if state is None or slot_name(slot) != slot_name(state.folder):
             remove(slot)
     for fetched in _of_earlier(folder, "fetched.", before=before):
         remove(fetched)
-
-
-def earlier_slots(folder: Path, *, before: int) -> list[Path]:
-    """Return the slots of a run's attempts before the attempt `before` on this node."""
-    return _of_earlier(folder, "-", before=before)
+    return sum(map(bytes_in, _of_earlier(folder, "-", before=before)))
 
 
 def _of_earlier(folder: Path, mark: str, *, before: int) -> list[Path]:
@@ -423,9 +417,9 @@ def room_for_states(memory: Path) -> int:
 def check_unchanged(state: MemoryState) -> bool:
     """Return whether a state has not changed since it was read: an attempt that is fenced off may still write."""
     now = read_slot(state.folder)
-    return now is not None and [_stamp_of(each) for each in now.ranks] == [_stamp_of(each) for each in state.ranks]
+    return now is not None and are_same(now.ranks, state.ranks)
 
 
-def _stamp_of(rank: RankState) -> tuple[str, int, float]:
-    """Return the values that no other state of the rank has. Losses are left out, because NaN differs from itself."""
-    return rank.nonce, rank.step, rank.saved_at
+def are_same(parts: Sequence[RankState], others: Sequence[RankState]) -> bool:
+    """Return whether parts have the same seals. The parts differ from themselves if a loss is NaN."""
+    return list(map(pack_seal, parts)) == list(map(pack_seal, others))

@@ -13,7 +13,7 @@ import socket
 import struct
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import partial
@@ -148,19 +148,18 @@ class Connection:
         return checksum
 
 
-def send_parts(connection: Connection, slot: Path, ranks: Sequence[int], *, with_files: bool = True) -> None:
+def send_parts(connection: Connection, slot: Path, ranks: Sequence[int], *, seals_only: Container[int] = ()) -> None:
     """Send the parts of some ranks in a slot. Raise `OSError` if one was written since then, or `TransferRefused`.
 
-    Without files the seals name none.
+    Of the ranks in `seals_only` no files are sent, and the seals name none.
     """
-    seals = [states.read_seal(slot, rank) for rank in ranks]
-    found = [states.parse_seal(seal) for seal in seals]
-    connection.send(seals=seals if with_files else [states.pack_seal(replace(each, files=[])) for each in found])
+    found = states.read_seals(slot, ranks)
+    sent = [replace(each, files=[]) if each.rank in seals_only else each for each in found]
+    connection.send(seals=[states.pack_seal(each) for each in sent])
     connection.receive()
-    files = [file for each in found for file in each.files] if with_files else []
     with states.opened(slot) as here:
-        checksums = [connection.send_file(here, name, size) for name, size in files]
-    is_same = [states.read_seal(slot, rank) for rank in ranks] == seals
+        checksums = [connection.send_file(here, name, size) for each in sent for name, size in each.files]
+    is_same = states.are_same(states.read_seals(slot, ranks), found)
     connection.send(refused="" if is_same else "the state was overwritten", checksums=checksums)
     if not is_same:
         raise OSError(f"expected the state in {str(slot)!r} to stay, found that it was overwritten")
@@ -174,8 +173,8 @@ def receive_parts(
     `check` raises `ValueError` for parts that are not wanted. Raise `OSError` if the parts did not arrive whole.
     """
     try:
-        seals = [bytes(seal) for seal in connection.receive()["seals"]]
-        found = [states.Part(states.slot_name(slot), seal).state for seal in seals]
+        seals = map(states.parse_seal, connection.receive()["seals"])
+        found = [states.Part(states.slot_name(slot), each).state for each in seals]
         files = [(_path_in(slot, name), size) for each in found for name, size in each.files]
         with states.opened(slot.parent):
             _check_room(slot, files)
@@ -194,9 +193,9 @@ def receive_parts(
     checksums = [connection.receive_file(path, size, guard) for path, size in files]
     if connection.receive().get("checksums") != checksums:
         raise TransferRefused("the content changed on its way")
-    for each, seal in zip(found, seals, strict=True):
+    for each in found:
         with guard():
-            states.write_seal(slot, each.rank, seal)
+            states.write_seal(slot, each)
     return found
 
 

@@ -115,7 +115,7 @@ def test_repeated_claim_keeps_its_state() -> None:
     claim = ClaimRow(seq=4, attempt=3, nonce="c", memory_of=2, memory_step=13, memory_at=5.0)
     ledger: Any = SimpleNamespace(rows=lambda run, *, kinds: [*_ROWS, claim])
     fence = Fence(attempt=3, nonce="c", seq=4, head="c10")
-    found = MemoryChoice(run="r", ledger=ledger, replaced=2, find=None, died_loading=bool).find_claimed(fence, leg="{}")
+    found = MemoryChoice(run="r", ledger=ledger, replaced=2, find=list, died_loading=bool).find_claimed(fence, leg="{}")
     assert found is not None
     assert (found.claim, found.state) == (claim, None)
 
@@ -161,16 +161,16 @@ def test_state_is_whole_or_none(tmp_path: Path) -> None:
     slot.mkdir()
     (slot / "a.pt").write_bytes(b"abc")
     first, second = (replace(STATE, world_size=2, rank=rank) for rank in range(2))
-    states.write_seal(slot, 0, states.pack_seal(first))
+    states.write_seal(slot, first)
     assert states.read_slot(slot) is None
-    states.write_seal(slot, 1, states.pack_seal(replace(second, step=12)))
+    states.write_seal(slot, replace(second, step=12))
     assert states.read_slot(slot) is None
-    states.write_seal(slot, 1, states.pack_seal(second))
+    states.write_seal(slot, second)
     state = states.read_slot(slot)
     assert state == MemoryState(slot, (first, second))
     assert states.read_states(folder) == [state]
     assert states.check_unchanged(state)
-    states.write_seal(slot, 1, states.pack_seal(replace(second, saved_at=6.0)))
+    states.write_seal(slot, replace(second, saved_at=6.0))
     assert not states.check_unchanged(state), "another state of the same step"
     (slot / "a.pt").write_bytes(b"abcd")
     assert not states.check_unchanged(state)
@@ -193,8 +193,5 @@ def test_state_in_memory_is_progress() -> None:
 def test_newest_state_has_latest_step(tmp_path: Path) -> None:
     """The clocks of nodes differ: the step decides."""
     found = [replace(STATE, step=14, saved_at=4.0), STATE]
-    parts = [
-        Part(f"000002-b/{number}-000002-b", states.pack_seal(replace(each, files=[])))
-        for number, each in enumerate(found)
-    ]
+    parts = [Part(f"000002-b/{number}-000002-b", replace(each, files=[])) for number, each in enumerate(found)]
     assert [state.first.step for state in states.find_states(tmp_path, reversed(parts))] == [14, 13]

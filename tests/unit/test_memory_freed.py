@@ -141,7 +141,7 @@ def test_failed_state_has_no_seal(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         raise OSError("no space")
 
     monkeypatch.setattr(MemoryFile, "overwrite", fail)
-    monkeypatch.setattr(states, "write_seal", lambda slot, rank, content: sealed.append(slot))
+    monkeypatch.setattr(states, "write_seal", lambda slot, state: sealed.append(slot))
     saves._number = 1
     saves._copied = True
     monkeypatch.setattr(saves, "_check_room", fail)

@@ -42,7 +42,7 @@ def claim_attempt(
         run=spec.run,
         ledger=ledger,
         replaced=replaced,
-        find=find if may_use else None,
+        find=find if may_use else list,
         died_loading=may_have_died_loading,
     )
     detail = {**_detail_of(spec, request, tiers), **planned(resolved.leg)}
