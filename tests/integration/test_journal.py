@@ -55,21 +55,27 @@ def rows_of(arena: Arena) -> dict[str, list[str]]:
     return {name: sorted(map(repr, arena.lakehouse.read_own(name).to_pylist())) for name in TABLES}
 
 
+def forget_files() -> None:
+    """Give this process the empty caches of a new one, which has read no manifest and no file."""
+    own_rows.KEPT_FILES.clear()
+    own_rows.KEPT_ROWS.clear()
+
+
 def forget(arena: Arena) -> None:
-    """Open the lakehouse as a new process does, which has read no manifest."""
-    own_rows.forget_files()
+    """Open the lakehouse as a new process does."""
+    forget_files()
     reconnect(arena)
 
 
 def look_anew(arena: Arena, look: Callable[[Lakehouse, str], object]) -> None:
     """Look at the run as a new process does."""
-    own_rows.forget_files()
+    forget_files()
     look(connect(arena.config.at_home(arena.home), create=False), "r")
 
 
 def rebuild(arena: Arena, *, journal: str | None = None, dry_run: bool = False) -> Rebuilt:
     """Rebuild the ledger as a new process does, and open the lakehouse again."""
-    own_rows.forget_files()
+    forget_files()
     done = rebuild_ledger(connect(arena.config.at_home(arena.home), damaged=True), journal=journal, dry_run=dry_run)
     if not dry_run:
         forget(arena)
@@ -270,7 +276,7 @@ def test_gap_is_reported(trained: Arena, capsys: pytest.CaptureFixture[str]) -> 
     for path in kept:
         path.unlink()
     lose_table(trained)
-    own_rows.forget_files()
+    forget_files()
     assert app(["ledger", "rebuild", "--home", str(trained.home), "--json"], standalone_mode=False) == 1
     shown = {run["run"]: run for run in json.loads(capsys.readouterr().out)["runs"]}
     assert shown["other"]["missing"] == shown["other"]["appends"] > 0

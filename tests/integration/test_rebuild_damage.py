@@ -13,13 +13,21 @@ from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.extensions.rebuild.rebuild import Rebuilt, rebuild_ledger
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import DlacError
-from dlac_pipeline.lakehouse.iceberg import own_rows
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.maintenance.upkeep import run_upkeep
 from dlac_pipeline.operations.status import run_status
 from tests.conftest import Arena
-from tests.integration.test_journal import SET_BY_COMMIT, forget, journal_of, lose_table, rebuild, rows_of, train_both
+from tests.integration.test_journal import (
+    SET_BY_COMMIT,
+    forget,
+    forget_files,
+    journal_of,
+    lose_table,
+    rebuild,
+    rows_of,
+    train_both,
+)
 
 NEVER = 999_999_999_999
 """Number of an entry that no append has."""
@@ -126,7 +134,7 @@ def test_damaged_table_is_restored(
     damage(path, other)
     named = []
     for read in (run_status, audit_run, lambda lakehouse, _: run_upkeep(lakehouse)):
-        own_rows.forget_files()
+        forget_files()
         try:
             read(connect(trained.config.at_home(trained.home)), "r")
         except DlacError as err:
@@ -228,7 +236,7 @@ def test_copy_is_rebuilt_alone(trained: Arena, tmp_path: Path, lost: str) -> Non
         connect(LakehouseConfig().at_home(home)).catalog.drop_table("dlac.consumption")
     before = {path: path.read_bytes() for path in trained.home.rglob("*") if path.is_file()}
     trained.home.rename(trained.home.with_name("away"))
-    own_rows.forget_files()
+    forget_files()
     done: Rebuilt = rebuild_ledger(connect(LakehouseConfig().at_home(home), damaged=True))
     trained.home.with_name("away").rename(trained.home)
     assert done.complete

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pytest
+from cachetools import LRUCache
 from pyiceberg.io.pyarrow import schema_to_pyarrow
 from pyiceberg.schema import Schema
 
@@ -120,7 +121,7 @@ def test_least_recent_rows_are_dropped(arena: Arena, opened: list[str], monkeypa
     """There is room for the rows of two filters. The rows of the third replace the least recently read ones."""
     write_recovery(arena.lakehouse, recovery("r", seq=1))
     size = own_rows.bytes_of_rows(arena.lakehouse.read_own("recoveries", equals("outcome", "")))
-    monkeypatch.setattr(own_rows, "KEPT_ROWS", own_rows.KeptRows(2 * size))
+    monkeypatch.setattr(own_rows, "KEPT_ROWS", LRUCache(2 * size, own_rows.bytes_of_rows))
     opened.clear()
     counts = []
     for name in "abacab":

@@ -8,7 +8,6 @@ once, and so is a file if few of its rows are wanted. For many rows in local fil
 import os
 import re
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
@@ -19,6 +18,7 @@ from uuid import uuid4
 import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
+from cachetools import LRUCache
 from pyiceberg import expressions
 from pyiceberg.expressions import AlwaysTrue, And, BooleanExpression, EqualTo, In, IsNull
 from pyiceberg.expressions.visitors import bind
@@ -37,55 +37,14 @@ LARGE_ROWS = 250_000
 """Rows in data files from which on a table is not loaded."""
 _GLOBBING = re.compile(r"[*?\[\]]")  # for these DuckDB looks for other files than the named one
 _RELATIONS = {EqualTo: "=", expressions.GreaterThan: ">", expressions.LessThanOrEqual: "<="}
-_SMALL_BYTES, _KEPT_BYTES = 64 << 10, 64 << 20
+_SMALL_BYTES = 64 << 10
 _COLUMN_BYTES = 1 << 10
 """Estimated memory of a column of a small table in addition to its values: Arrow's objects, and buffers of 64 bytes."""
-_MANIFESTS = 4096
 PARQUET = ds.ParquetFileFormat()
 _WRITING: Any = {"compression": "zstd", "use_dictionary": False, "store_schema": False}
 """Options of a small file."""
-_FILES: dict[str, list[DataFile]] = {}
-"""The data files of manifests, which never change, by path. The first ones are forgotten first."""
 _Key = tuple[str, int, str, tuple[str, ...]]
 """Path of a data file, schema, filter and columns."""
-
-
-class KeptRows:
-    """Few rows of data files, which never change. The least recently used are dropped first.
-
-    A long run has thousands of small files, and its supervisor reads all of them at each recovery. The bound is in bytes, because
-    a bound in files below their number would drop each file before its next read.
-    """
-
-    def __init__(self, most_bytes: int) -> None:
-        self._most_bytes = most_bytes
-        self._bytes = 0
-        self._rows: OrderedDict[_Key, pa.Table] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def get(self, key: _Key) -> pa.Table | None:
-        """Return the rows of a key, or None if they are not kept."""
-        with self._lock:
-            if key in self._rows:
-                self._rows.move_to_end(key)
-            return self._rows.get(key)
-
-    def keep(self, key: _Key, rows: pa.Table) -> None:
-        """Keep rows if they are few. Drop others until all fit."""
-        if rows.nbytes > _SMALL_BYTES:
-            return
-        with self._lock:
-            if key not in self._rows:  # another thread may have read them, too
-                self._rows[key] = rows
-                self._bytes += bytes_of_rows(rows)
-            while self._bytes > self._most_bytes:
-                self._bytes -= bytes_of_rows(self._rows.popitem(last=False)[1])
-
-    def clear(self) -> None:
-        """Drop all rows."""
-        with self._lock:
-            self._rows.clear()
-            self._bytes = 0
 
 
 def bytes_of_rows(rows: pa.Table) -> int:
@@ -93,13 +52,13 @@ def bytes_of_rows(rows: pa.Table) -> int:
     return int(rows.nbytes + _COLUMN_BYTES * rows.num_columns)
 
 
-KEPT_ROWS = KeptRows(_KEPT_BYTES)
-
-
-def forget_files() -> None:
-    """Drop the files and rows that this process has read. A new process has none."""
-    _FILES.clear()
-    KEPT_ROWS.clear()
+KEPT_FILES: LRUCache[str, list[DataFile]] = LRUCache(4096)
+"""The data files of manifests, which never change, by path."""
+KEPT_ROWS: LRUCache[_Key, pa.Table] = LRUCache(64 << 20, bytes_of_rows)
+"""Few rows of data files, which never change. The bound is in bytes: a long run has thousands of small files, all of which its
+supervisor reads at each recovery. A bound in files below their number would drop each file before its next read."""
+_KEEPING = threading.Lock()
+"""Lock of both caches."""
 
 
 def read_rows(table: Table, row_filter: BooleanExpression, *, columns: Sequence[str] = ("*",)) -> pa.Table:
@@ -127,10 +86,13 @@ def read_rows(table: Table, row_filter: BooleanExpression, *, columns: Sequence[
 
     def read(file: DataFile) -> pa.Table:
         rows = read_file(table, file, schema, **wanted)
-        KEPT_ROWS.keep((file.file_path, *described), rows)
+        if rows.nbytes <= _SMALL_BYTES:
+            with _KEEPING:
+                KEPT_ROWS[file.file_path, *described] = rows
         return rows
 
-    known = [KEPT_ROWS.get((file.file_path, *described)) for file in files]
+    with _KEEPING:
+        known = [KEPT_ROWS.get((file.file_path, *described)) for file in files]
     unread = [file for file, rows in zip(files, known, strict=True) if rows is None]
     found = iter(map(read, unread) if len(unread) < 2 else ExecutorFactory.get_or_create().map(read, unread))
     parts = [next(found) if rows is None else rows for rows in known]
@@ -172,17 +134,16 @@ def data_files(table: Table, row_filter: BooleanExpression, snapshot_id: int | N
     def read(manifest: ManifestFile) -> list[DataFile]:
         return _files_in(table, manifest)
 
-    known = {each.manifest_path: files for each in manifests if (files := _FILES.get(each.manifest_path)) is not None}
+    with _KEEPING:
+        known = {path: KEPT_FILES[path] for each in manifests if (path := each.manifest_path) in KEPT_FILES}
     unread = [each for each in manifests if each.manifest_path not in known]
     found = map(read, unread) if len(unread) < 2 else ExecutorFactory.get_or_create().map(read, unread)
-    known |= {each.manifest_path: files for each, files in zip(unread, found, strict=True)}
-    _FILES.update(known)
-    for path in list(_FILES)[:-_MANIFESTS]:
-        _FILES.pop(path, None)
-    run, files = (
-        _run_in(row_filter),
-        own_files(table, [file for each in manifests for file in known[each.manifest_path]]),
-    )
+    new = {each.manifest_path: files for each, files in zip(unread, found, strict=True)}
+    with _KEEPING:
+        KEPT_FILES.update(new)
+    known |= new
+    run = _run_in(row_filter)
+    files = own_files(table, [file for each in manifests for file in known[each.manifest_path]])
     return [each for each in files if run is None or len(each.partition) == 0 or each.partition[0] == run]
 
 
