@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from dlac_pipeline.audit.audit import audit_run
+from dlac_pipeline.audit.lakehouse_sql import open_audit
 from dlac_pipeline.cli.main import app
 from dlac_pipeline.extensions.rebuild.rebuild import Rebuilt, rebuild_ledger
 from dlac_pipeline.lakehouse.config import LakehouseConfig
@@ -241,6 +242,10 @@ def test_last_append_from_manifest(trained: Arena) -> None:
 
     assert comparable(after) == comparable(before)
     assert audit_run(trained.lakehouse, "r").exact
+    with open_audit(trained.lakehouse) as connection:  # a manifest does not repeat the phases of its checkpoint
+        costs = connection.execute("SELECT seq FROM checkpoint_costs WHERE run = 'r' ORDER BY seq").fetchall()
+    seqs = sorted(row["seq"] for row in before if row["kind"] == "checkpoint" and row["run"] == "r")
+    assert [seq for (seq,) in costs] == seqs[:-1]
     for path, content in kept.items():
         path.write_bytes(content)
     lose_table(trained)

@@ -1,7 +1,7 @@
 -- One row per checkpoint with its cost: bytes, and seconds of its slowest rank. Training waited for stall_s (NULL: for the whole
 -- checkpoint). sync_s, upload_s and digest_s are seconds of threads that work during writing, and seal_s is the time that they
 -- took longer. reason: steps, seconds, auto, end, left (the script exited) or the termination notice. interval_s is the
--- interval between checkpoints at that time, and why is the reason for it.
+-- interval between checkpoints at that time, and why is the reason for it. Rows that were rebuilt from a manifest have none.
 CREATE OR REPLACE VIEW checkpoint_costs AS
 SELECT
     run, seq, checkpoint_id, step, committed_at,
@@ -18,4 +18,4 @@ SELECT
     checkpoint.interval_s,
     checkpoint.why
 FROM consumption
-WHERE kind = 'checkpoint' AND checkpoint IS NOT NULL;
+WHERE kind = 'checkpoint' AND cardinality(checkpoint.phases) > 0;
