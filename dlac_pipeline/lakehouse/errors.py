@@ -125,7 +125,7 @@ class NothingToRehearse(BadInput):
 
 
 class FormatTooNew(BadInput):
-    """Something stored was written by a newer version of DLAC."""
+    """Something stored was written by another version of DLAC, whose format this one does not read."""
 
 
 class LakehouseError(DlacError, exit_code=69, transient=True):

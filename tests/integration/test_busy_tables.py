@@ -14,8 +14,9 @@ import pytest
 from pyiceberg.catalog.sql import SqlCatalog
 from pyiceberg.table import CommitTableResponse
 from pyiceberg.table.update import RemoveSnapshotRefUpdate
+from pyiceberg.types import StringType
 
-from dlac_pipeline.lakehouse.errors import CommitConflict, NoSuchSnapshot, PinLost
+from dlac_pipeline.lakehouse.errors import CommitConflict, FormatTooNew, NoSuchSnapshot, PinLost
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.lakehouse.iceberg.pins import hold, remove_pin
 from dlac_pipeline.lakehouse.iceberg.safe_commit import GuardedSqlCatalog
@@ -137,6 +138,27 @@ def test_new_columns_beside_busy_writers(
     monkeypatch.undo()
     losing(monkeypatch, repeat(True, 2))
     assert column in connect(lakehouse.config).own(table).schema().column_names
+
+
+def test_columns_of_drafts_are_refused(lakehouse: Lakehouse) -> None:
+    """A ledger of before version 1 has a column `detail`, and lacks others: no row of it is read, and nothing is added."""
+    with lakehouse.own("consumption").update_schema() as update:
+        update.delete_column("checkpoint")
+        update.add_column("detail", StringType())
+        update.move_before("detail", "claim")
+    opened = connect(lakehouse.config)
+    with pytest.raises(
+        FormatTooNew, match=r"format version 1 in table 'consumption', found .*'leg_json', 'detail', 'claim'"
+    ):
+        opened.read_own("consumption")
+    assert "checkpoint" not in opened.load("dlac.consumption").schema().column_names
+
+
+def test_columns_of_later_versions_are_kept(lakehouse: Lakehouse) -> None:
+    """A later DLAC of the same format may have added a column at the end: its table is read without it."""
+    with lakehouse.own("recoveries").update_schema() as update:
+        update.add_column("later", StringType())
+    assert connect(lakehouse.config).read_own("recoveries", columns=("run",)).num_rows == 0
 
 
 def test_missing_table_is_made_at_first_use(lakehouse: Lakehouse) -> None:

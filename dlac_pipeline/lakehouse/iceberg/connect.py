@@ -170,11 +170,7 @@ class Lakehouse:
             with reachable(self.config.uri):
                 self._create(name)
             table = self._load_not_older(name)
-        found = int(table.properties.get(FORMAT_VERSION_PROPERTY, "1"))
-        if found > FORMAT_VERSION:
-            raise errors.FormatTooNew(
-                f"table {name!r} has format version {found}, this DLAC reads up to {FORMAT_VERSION}: upgrade DLAC"
-            )
+        _check_format(name, table)
         if _lacks(table, TABLES[name][0]):
             with reachable(self.config.uri):
                 self._evolve(f"{self.config.namespace}.{name}", TABLES[name][0])
@@ -290,6 +286,22 @@ class Lakehouse:
 def properties_of(name: str) -> dict[str, str]:
     """Return the properties of DLAC's own table `name`."""
     return TABLE_PROPERTIES | (_OF_KEYS if name == "row_keys" else {})
+
+
+def _check_format(name: str, table: Table) -> None:
+    """Raise `FormatTooNew` for a newer format, or for columns of none: versions of one format only add columns at the end."""
+    found = int(table.properties.get(FORMAT_VERSION_PROPERTY, "1"))
+    if found > FORMAT_VERSION:
+        raise errors.FormatTooNew(
+            f"table {name!r} has format version {found}, this DLAC reads up to {FORMAT_VERSION}: upgrade DLAC"
+        )
+    columns, known = ([each.name for each in schema.fields] for schema in (table.schema(), TABLES[name][0]))
+    if any(one != other for one, other in zip(columns, known, strict=False)):
+        raise errors.FormatTooNew(
+            f"expected the columns of format version {FORMAT_VERSION} in table {name!r}, found columns {columns!r}: an "
+            "unreleased DLAC wrote the table, so train its runs to their end with that one, or name another lakehouse with "
+            "--home or lakehouse.namespace"
+        )
 
 
 def _lacks(table: Table, schema: Schema) -> bool:
