@@ -13,6 +13,7 @@ from pyiceberg.table.refs import SnapshotRefType
 from dlac_pipeline.lakehouse.doors import Door
 from dlac_pipeline.lakehouse.errors import NoSuchTable, PinLost
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+from dlac_pipeline.lakehouse.iceberg.metadata_files import resolve
 from dlac_pipeline.lakehouse.source_names import ICEBERG, SOURCES, split_identifier
 
 TABLE_ID = "dlac.external.table-id"
@@ -115,9 +116,8 @@ def _demanded_checks(table: Table) -> list[str]:
 def check_files_exist(lakehouse: Lakehouse, identifier: str, number: int, paths: Collection[str]) -> None:
     """Check that planned data files of a version of another format still exist. Raises `PinLost`."""
     io = PyArrowFileIO(lakehouse.config.catalog_properties())
-    scheme, netloc, root = io.parse_location(identifier.partition(":")[2], io.properties)
-    selector = FileSelector(root, recursive=True, allow_not_found=True)
-    known = {info.path for info in io.fs_by_scheme(scheme, netloc).get_file_info(selector)}
+    files, root = resolve(io, identifier.partition(":")[2])
+    known = {info.path for info in files.get_file_info(FileSelector(root, recursive=True, allow_not_found=True))}
     places = {path: io.parse_location(path, io.properties)[2] for path in paths}
     # those of a shallow clone may be in another folder
     gone = sorted(path for path, place in places.items() if place.startswith(f"{root}/") and place not in known)
