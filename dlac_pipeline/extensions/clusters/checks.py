@@ -99,7 +99,7 @@ def _check_pod(cluster: ClusterSpec) -> None:
 def writable_mounts(cluster: ClusterSpec) -> list[dict[str, Any]]:
     """Return the volume mounts of the node's container that it can write to, as Kubernetes writes them."""
     found = [mount for each in _containers(cluster) if each["name"] == NODE for mount in each.get("volumeMounts", [])]
-    return [mount for mount in found if not mount.get("readOnly")]
+    return [mount for mount in found if "mountPath" in mount and not mount.get("readOnly")]
 
 
 def _containers(cluster: ClusterSpec) -> list[dict[str, Any]]:
