@@ -94,8 +94,9 @@ def decide_on_first(communicator: Communicator, spec: JobSpec, decide: Callable[
     if tree.rank == 0:
         try:
             answer = decide()
-        except DlacError as err:
-            tree.broadcast(json.dumps({"error": str(err)}).encode())
+        except Exception as err:  # an extension may raise any, and the other ranks wait
+            message = str(err) if isinstance(err, DlacError) else f"{type(err).__name__}: {err}"
+            tree.broadcast(json.dumps({"error": message}).encode())
             raise
     received = tree.broadcast(None if answer is None else answer.encode()).decode()
     if "error" in json.loads(received):
