@@ -77,7 +77,7 @@ def fresh_start() -> FreshStart:
 def point_of(state: states.MemoryState) -> FromMemory:
     """Return the resume point of attempt 3 at a state in memory."""
     first = state.first
-    return memory_point(step=first.step, folder=str(state.folder), world_size=first.world_size)
+    return memory_point(step=first.step, folder=str(state.folder), world_size=first.world_size, sources=state.sources)
 
 
 def folder_in(point: ResumePoint | None) -> Path:

@@ -18,6 +18,7 @@ _SLOWER = 1.05
 RETRY_S = 0.1
 LATER_S = 30.0
 """Seconds between two tries while the ranks do not wait for copies."""
+_ALONE = "they are kept on this node only, and if it is lost, the last checkpoint is read"
 _Mark = list[tuple[int, int]]
 
 
@@ -54,7 +55,7 @@ class BuddyCopies:
                     ended.wait(RETRY_S)
                     continue
                 if not self._is_alone:
-                    self._warn_alone(err, warn)
+                    warn(f"expected to copy the states in memory to another node, found {err}: {_ALONE}")
                     self._is_alone = True
                 with suppress(OSError):
                     states.mark_copied(self._folder, self._ranks[0], states.ALWAYS)
@@ -63,13 +64,6 @@ class BuddyCopies:
                 now, failing_since, self._is_alone = time.monotonic(), 0.0, False
                 self._look_s = min(_MOST_LOOK_S, max(_LEAST_LOOK_S, (now - copied_at) / _LOOKS_PER_STATE))
                 copied_at = now
-
-    @staticmethod
-    def _warn_alone(problem: Exception, warn: Callable[[str], None]) -> None:
-        warn(
-            f"expected to copy the states in memory to another node, found {problem}: they are kept on this node only, and if it "
-            "is lost, the last checkpoint is read"
-        )
 
     def _find_new(self) -> tuple[Path, int, _Mark] | None:
         """Return the newest of the slots that all ranks of this node have sealed after the same step, and that are not noted."""

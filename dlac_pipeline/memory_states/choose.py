@@ -7,14 +7,12 @@ from typing import Any
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import Fence, checkpoint_rows, claim_of
 from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, CheckpointRow, ClaimRow, LedgerRow
-from dlac_pipeline.memory_states.states import MemoryState, memory_folder, read_states
+from dlac_pipeline.memory_states.states import FindStates, MemoryState, memory_folder, read_states
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.spec.job_spec import JobSpec
 
 _MOST_DEATHS = 2
 """Attempts that may die while they load one state. Then it may be the state's fault."""
-FindStates = Callable[[], Sequence[MemoryState]]
-"""Function that returns the whole memory states of a run, the newest first."""
 DiedLoading = Callable[[str], bool]
 """Function that returns whether the attempt of a launch folder may have died while it loaded its state."""
 

@@ -1,30 +1,23 @@
 """Memory states of a run on the nodes of a round, as the supervisor of one node serves, copies and fetches them."""
 
-import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from queue import Empty, SimpleQueue
 
-from dlac_pipeline.checkpoint.restore.resume_point import FromMemory, ResumePoint
+from dlac_pipeline.checkpoint.restore.resume_point import FromMemory, ResumePoint, Source
 from dlac_pipeline.elastic.rank_assignment import Member, Share
 from dlac_pipeline.elastic.round import Round
 from dlac_pipeline.memory_states import states
 from dlac_pipeline.memory_states.buddy import BuddyCopies
 from dlac_pipeline.memory_states.server import FETCH, LIST, TIMEOUT_S, MemoryServer, WriteTurn
-from dlac_pipeline.memory_states.states import MemoryState, Part, RankState
-from dlac_pipeline.memory_states.transfer import (
-    Address,
-    Connection,
-    Guard,
-    key_of,
-    receive_parts,
-)
+from dlac_pipeline.memory_states.states import FindStates, MemoryState, Part, RankState
+from dlac_pipeline.memory_states.transfer import Address, Connection, Guard, key_of, receive_parts
 from dlac_pipeline.spec.job_spec import JobSpec
 
 _MOST_THREADS = 32
@@ -41,40 +34,6 @@ class NodeStates:
     parts: Sequence[Part]
     room: int
     """Bytes of free memory."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FoundStates:
-    """Memory states on the nodes of a round. The parts of this node are read when they are asked for."""
-
-    folder: Path | None
-    """Folder of the run on this node, or None if no state is to be taken."""
-    here: NodeStates
-    elsewhere: Mapping[Address, NodeStates] = field(default_factory=dict)
-    address: Address | None = None
-    """Address at which this node serves its states."""
-
-    def read(self) -> list[MemoryState]:
-        """Return the whole memory states that all nodes have room for, the newest first."""
-        if self.folder is None:
-            return []
-        nodes = self._nodes(self.folder)
-        found = states.find_states(self.folder, [part for node in nodes for part in node.parts])
-        world_size = sum(len(node.ranks) for node in nodes)
-        return [state for state in found if all(_has_room(node, state, world_size) for node in nodes)]
-
-    def with_sources(self, point: ResumePoint) -> ResumePoint:
-        """Return a resume point with the addresses and ports of nodes that have parts of its state, and their ranks."""
-        if not isinstance(point, FromMemory) or not point.folder or self.folder is None or self.address is None:
-            return point
-        name = states.slot_name(Path(point.folder))
-        nodes = zip([self.address, *self.elsewhere], self._nodes(self.folder), strict=True)
-        found = {address: _ranks_in(node.parts, name, point.step) for address, node in nodes}
-        sources = [(*address, sorted(ranks)) for address, ranks in found.items() if ranks]
-        return replace(point, sources=sources)
-
-    def _nodes(self, folder: Path) -> list[NodeStates]:
-        return [replace(self.here, parts=states.read_parts(folder)), *self.elsewhere.values()]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -103,7 +62,12 @@ class NodeMemory:
         self._warned_of_host = False
         self._turns = WriteTurn()
         self._current: _Attempt | None = None
-        self._warnings: SimpleQueue[str] = SimpleQueue()
+        self._warnings: deque[str] = deque()
+
+    @property
+    def _address(self) -> Address:
+        """Address at which this node serves its states."""
+        return ("", 0) if self._server is None else self._server.address
 
     def serve(self, address: str, secret: str) -> int:
         """Serve the memory states at an address of this node. Return the port, or 0 if this node keeps none.
@@ -112,27 +76,27 @@ class NodeMemory:
         """
         if self._folder is None or self._launch.max_nodes == 1:
             return 0
-        if self._server is None or self._server.address[0] != address:
+        if self._address[0] != address:
             self.close()
             self._key = key_of(secret, self._name)
             with suppress(OSError):
                 self._server = MemoryServer(address, self._folder, self._key)
-        return 0 if self._server is None else self._server.address[1]
+        return self._address[1]
 
-    def find(self, round_: Round) -> FoundStates:
-        """Return the memory states on all nodes of a round. A node that does not answer has none.
+    def find(self, round_: Round) -> FindStates:
+        """Ask all nodes of a round for their memory states. Return a function that finds the states.
 
-        If a node cannot serve its memory, it cannot fetch a state either, and none is to be taken.
+        A node that does not answer has none. If a node cannot serve its memory, it cannot fetch a state, and none is found.
         """
         share, others = round_.share, [round_.members[place] for place in round_.others]
-        is_served = self._folder is not None and all(member.offer.memory_port for member in others)
-        room = 0 if self._folder is None else states.room_for_states(self._folder.parents[1])
-        here = NodeStates(ranks=_ranks_of(share), parts=[], room=room)
-        if not others or not is_served or self._server is None:
-            return FoundStates(folder=None if others else self._folder, here=here)
-        with ThreadPoolExecutor(min(_MOST_THREADS, len(others))) as pool:
+        is_served = self._server is not None and all(member.offer.memory_port for member in others)
+        if self._folder is None or (others and not is_served):
+            return list
+        with ThreadPoolExecutor(_MOST_THREADS) as pool:
             elsewhere = dict(zip(map(_address_of, others), pool.map(self._list, others), strict=True))
-        return FoundStates(folder=self._folder, here=here, elsewhere=elsewhere, address=self._server.address)
+        room = states.room_for_states(self._folder.parents[1])
+        here = NodeStates(ranks=_ranks_of(share), parts=[], room=room)
+        return partial(_find_states, self._folder, {self._address: here, **elsewhere})
 
     def begin(self, point: ResumePoint, round_: Round) -> None:
         """Fetch the state of a resume point, if it is in memory, and then copy the states of its attempt. Returns at once."""
@@ -153,7 +117,7 @@ class NodeMemory:
                     self._server.accept(point.attempt, point.nonce, current.ranks, current.guard)
                 self._copy(current, round_)
             except Exception as err:  # nothing joins this thread
-                self._warnings.put(f"expected to copy the states in memory, found {type(err).__name__}: {err}")
+                self._warnings.append(f"expected to copy the states in memory, found {type(err).__name__}: {err}")
 
         threading.Thread(target=work, name="memory states", daemon=True).start()
 
@@ -165,12 +129,12 @@ class NodeMemory:
         buddy = round_.members[mine.buddy]
         if buddy.offer.host == mine.offer.host and not self._warned_of_host:
             self._warned_of_host = True
-            self._warnings.put(
+            self._warnings.append(
                 f"expected nodes on several hosts, found all on {mine.offer.host}: their states in memory are lost together"
             )
         address = _address_of(buddy) if buddy.offer.memory_port else None
         copies = BuddyCopies(current.folder, current.ranks, address, self._key)
-        copies.run(current.ended, patience_s=2 * self._launch.node_timeout_s, warn=self._warnings.put)
+        copies.run(current.ended, patience_s=2 * self._launch.node_timeout_s, warn=self._warnings.append)
 
     def local_point(self) -> ResumePoint | None:
         """Return the resume point for the ranks of this node, once its state is on this node. They fail if it was lost."""
@@ -178,9 +142,8 @@ class NodeMemory:
 
     def take_warnings(self) -> Iterator[str]:
         """Yield the warnings since the last call."""
-        with suppress(Empty):
-            while True:
-                yield self._warnings.get_nowait()
+        while self._warnings:
+            yield self._warnings.popleft()
 
     def end(self) -> None:
         """End copies to and from this node. Copies for an attempt whose ranks here have kept no state are removed."""
@@ -191,9 +154,9 @@ class NodeMemory:
         current.ended.set()
         if current.folder is not None:
             states.remove(states.fetched_folder(current.folder, current.ranks[0]))
+            own = f"{current.folder.name}/"
             parts = states.read_parts(current.folder.parent)
-            name = current.folder.name
-            if not any(part.slot.startswith(f"{name}/") and part.state.rank in current.ranks for part in parts):
+            if not any(part.slot.startswith(own) and part.state.rank in current.ranks for part in parts):
                 states.remove(current.folder)
                 states.remove_if_empty(current.folder.parent)
 
@@ -209,7 +172,7 @@ class NodeMemory:
             self._server = None
 
     def _list(self, member: Member) -> NodeStates:
-        ranks, found, room = range(member.first_rank, member.first_rank + member.ranks), [], 0
+        found, room = [], 0
         with (
             suppress(Exception),  # a node of which nothing is known has nothing
             Connection.open(_address_of(member), self._key, LIST, timeout_s=TIMEOUT_S) as other,
@@ -220,7 +183,7 @@ class NodeMemory:
             for slot, seal in answer["parts"]:
                 with suppress(ValueError):  # another version
                     found.append(Part(str(slot), states.parse_seal(seal)))
-        return NodeStates(ranks=ranks, parts=found, room=room)
+        return NodeStates(ranks=_ranks_of(member), parts=found, room=room)
 
     def _fetch(self, point: FromMemory, current: _Attempt, world_size: int) -> FromMemory:
         """Return a resume point with a folder of this node, after all parts of its state that its ranks need have been fetched.
@@ -231,7 +194,7 @@ class NodeMemory:
         try:
             fetched = self._find_or_fetch(point, current, world_size)
         except Exception as err:  # the ranks wait for the resume point
-            self._warnings.put(f"expected to fetch the state in memory of step {point.step}, found {err}")
+            self._warnings.append(f"expected to fetch the state in memory of step {point.step}, found {err}")
         return replace(point, folder="" if fetched is None else str(fetched))
 
     def _find_or_fetch(self, point: FromMemory, current: _Attempt, world_size: int) -> Path | None:
@@ -251,32 +214,50 @@ class NodeMemory:
                 states.link_part(part, slot, target)
         missing = set(range(point.world_size)) - {part.state.rank for part in own}
         needed = missing & _needed_ranks(point, current.ranks, world_size)
-        own = None if self._server is None else self._server.address
         for host, port, found in point.sources:
             wanted = sorted(missing.intersection(found))
-            if wanted and (host, port) != own:
+            if wanted and (host, port) != self._address:
                 try:
                     with Connection.open((host, port), self._key, FETCH, timeout_s=TIMEOUT_S) as connection:
                         connection.send(slot=name, ranks=wanted, seals_only=sorted(set(wanted) - needed))
                         receive_parts(connection, target, guard, partial(_check_parts, ranks=wanted, step=point.step))
                     missing -= set(wanted)
                 except OSError as err:  # another node may have them too
-                    self._warnings.put(
+                    self._warnings.append(
                         f"expected ranks {wanted} of the state in memory from {host}:{port}, found {err}"
                     )
         return target
+
+
+def _find_states(folder: Path, nodes: Mapping[Address, NodeStates]) -> list[MemoryState]:
+    """Return the whole states that all nodes have room for, the newest first. Parts of this node, the first one, are read now."""
+    here, *others = nodes
+    nodes = {**nodes, here: replace(nodes[here], parts=states.read_parts(folder))}
+    found = states.find_states(folder, [part for node in nodes.values() for part in node.parts])
+    world_size = sum(len(node.ranks) for node in nodes.values())
+    return [
+        replace(state, sources=_sources_of(state, nodes) if others else [])
+        for state in found
+        if all(_has_room(node, state, world_size) for node in nodes.values())
+    ]
+
+
+def _sources_of(state: MemoryState, nodes: Mapping[Address, NodeStates]) -> list[Source]:
+    found = {address: _ranks_in(node.parts, state) for address, node in nodes.items()}
+    return [(*address, sorted(ranks)) for address, ranks in found.items() if ranks]
 
 
 def _address_of(member: Member) -> Address:
     return member.offer.address, member.offer.memory_port
 
 
-def _ranks_of(share: Share) -> range:
-    return range(share.first_rank, share.first_rank + share.ranks)
+def _ranks_of(node: Member | Share) -> range:
+    return range(node.first_rank, node.first_rank + node.ranks)
 
 
-def _ranks_in(parts: Sequence[Part], slot: str, step: int) -> set[int]:
-    return {part.state.rank for part in parts if (part.slot, part.state.step) == (slot, step)}
+def _ranks_in(parts: Sequence[Part], state: MemoryState) -> set[int]:
+    named = states.slot_name(state.folder), state.first.step
+    return {part.state.rank for part in parts if (part.slot, part.state.step) == named}
 
 
 def _needed_ranks(state: RankState | FromMemory, ranks: range, world_size: int) -> set[int]:
@@ -287,11 +268,8 @@ def _needed_ranks(state: RankState | FromMemory, ranks: range, world_size: int) 
 
 def _has_room(node: NodeStates, state: MemoryState, world_size: int) -> bool:
     """Return whether a node can fetch its part of a state."""
-    needed = _needed_ranks(state.first, node.ranks, world_size)
-    missing = needed - _ranks_in(node.parts, states.slot_name(state.folder), state.first.step)
-    return sum(size for rank in missing for _, size in state.ranks[rank].files) <= (
-        node.room if missing else sys.maxsize
-    )
+    missing = _needed_ranks(state.first, node.ranks, world_size) - _ranks_in(node.parts, state)
+    return not missing or sum(size for rank in missing for _, size in state.ranks[rank].files) <= node.room
 
 
 def _check_parts(parts: Sequence[RankState], *, ranks: Sequence[int], step: int) -> None:

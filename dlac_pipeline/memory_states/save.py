@@ -282,29 +282,24 @@ class MemorySaves:
 
     def _give_up(self, slot: Path, failure: Exception) -> None:
         """Free the states that this rank has written, and report it with the next message."""
-        rank = self._communicator.rank
         with suppress(OSError):
-            states.remove_seal(slot, rank)
+            states.remove_seal(slot, self._communicator.rank)
         self._free_files(slot)
         with suppress(OSError):  # no rank waits for a copy then. The mark needs some of the freed memory
             states.mark_copied(slot.parent, self._communicator.first_rank_here, states.ALWAYS)
         if not self._failed:
             remedy = f"{_MORE_ROOM}; " if isinstance(failure, OSError) else ""
             problem = f"expected to keep states in {str(slot)!r}, found {failure}: {remedy}a restart reads the last checkpoint"
-            if rank == 0:
-                self._warn(problem)
-            else:  # rank 0 publishes that there is one
-                _log.warning(problem)
+            # rank 0 publishes that another rank has one
+            (self._warn if self._communicator.rank == 0 else _log.warning)(problem)
         self._failed = True
 
     def _is_copied(self) -> bool:
         """Return whether this rank has sealed its last state, and its node has copied it to the buddy, if it has one."""
         if self._folder is None or not self._number or self._failed:
             return False
-        copied = (
-            states.copied_step(self._folder, self._communicator.first_rank_here) if self._has_buddy else states.ALWAYS
-        )
-        return copied >= self._saved_step
+        first_rank = self._communicator.first_rank_here
+        return not self._has_buddy or states.copied_step(self._folder, first_rank) >= self._saved_step
 
     def _state_here(self, engine: Engine) -> int:
         """Return about the bytes of a state on this node, and of its copy for the node whose buddy it is."""

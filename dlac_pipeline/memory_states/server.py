@@ -83,17 +83,22 @@ class _Accepted:
                 raise ValueError(f"expected ranks of another node, found rank {part.rank}")
 
 
-class MemoryServer:
+class MemoryServer(socketserver.ThreadingTCPServer):
     """Server at an address of this node. `folder` has the run's memory states."""
+
+    daemon_threads = True
+    request_queue_size = 256
 
     def __init__(self, address: str, folder: Path, key: bytes) -> None:
         """Raise `OSError` if this node cannot listen there."""
         self._accepted: _Accepted | None = None
         self._folder = folder
         self._key = key
-        self._server = _Server(address, self._answer)
-        self.address: Address = (address, self._server.server_address[1])
-        threading.Thread(target=self._server.serve_forever, args=(_POLL_S,), name="memory server", daemon=True).start()
+        self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
+        self.address_family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
+        super().__init__((address, 0), socketserver.BaseRequestHandler)
+        self.address: Address = (address, self.server_address[1])
+        threading.Thread(target=self.serve_forever, args=(_POLL_S,), name="memory server", daemon=True).start()
 
     def accept(self, attempt: int, nonce: str, own: Sequence[int], guard: Guard) -> None:
         """Take copies of an attempt, while the turn of `guard` lasts, but for the ranks of this node (`own`)."""
@@ -102,19 +107,34 @@ class MemoryServer:
 
     def close(self) -> None:
         """Stop listening."""
-        self._server.shutdown()
-        self._server.server_close()
+        self.shutdown()
+        self.server_close()
 
-    def _answer(self, connected: socket.socket) -> None:
-        with (
-            suppress(OSError),
-            Connection.accept(connected, self.address, self._key, timeout_s=TIMEOUT_S) as connection,
-        ):
-            request = connection.receive()
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        """Answer a connection."""
+        with Connection.accept(request, self.address, self._key, timeout_s=TIMEOUT_S) as connection:
+            asked = connection.receive()
             try:
-                self._do(connection, request)
+                self._do(connection, asked)
             except (KeyError, ValueError, TypeError, TransferRefused) as err:
                 connection.send(refused=f"{type(err).__name__}: {err}")
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread, if not too many do."""
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer, and make room for another connection."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Do nothing: the peer notices it."""
 
     def _do(self, connection: Connection, request: dict[str, Any]) -> None:
         if connection.operation == LIST:
@@ -136,33 +156,6 @@ class MemoryServer:
             connection.send(is_same=False)
             receive_parts(connection, slot, accepted.take_turn(int(request["first_rank"])), accepted.check)
             connection.send()
-
-
-class _Server(socketserver.ThreadingTCPServer):
-    daemon_threads = True
-    request_queue_size = 256
-
-    def __init__(self, address: str, answer: object) -> None:
-        self.address_family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
-        super().__init__((address, 0), lambda request, *_: answer(request))  # type: ignore[operator]
-        self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a thread, if not too many do."""
-        if self._free.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answer, and make room for another connection."""
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._free.release()
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        """Do nothing: the peer notices it."""
 
 
 def home_of(folder: Path) -> str:

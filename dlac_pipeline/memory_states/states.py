@@ -18,7 +18,7 @@ import os
 import re
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -29,6 +29,7 @@ from typing import Any
 import msgpack
 import psutil
 
+from dlac_pipeline.checkpoint.restore.resume_point import Source
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.ledger.typed_rows import Columns
 from dlac_pipeline.lakehouse.own_folders import open_own, remove_own
@@ -92,6 +93,8 @@ class MemoryState:
 
     folder: Path
     ranks: tuple[RankState, ...]
+    sources: list[Source] = field(default_factory=list, compare=False)
+    """The nodes that have parts of it. Empty with one node."""
 
     @property
     def first(self) -> RankState:
@@ -115,6 +118,10 @@ class MemoryState:
                 row for rank in self.ranks for part in rank.trained if part.since >= step for row in part.advances
             ],
         )
+
+
+FindStates = Callable[[], Sequence[MemoryState]]
+"""Function that returns the whole memory states of a run, the newest first."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,9 +76,8 @@ def test_whole_state_is_found_and_fetched(tmp_path: Path) -> None:
             keep(folder, part_of(rank), slot=1)
         keep(found.folders[2], part_of(2, step=14), slot=0)
         assert found.steps() == [[], [], []]
-        gathered = found.memories[0].find(found.rounds[0])
-        (state,) = gathered.read()
-        point = gathered.with_sources(point_of(state))
+        (state,) = found.memories[0].find(found.rounds[0])()
+        point = point_of(state)
         for memory, round_ in zip(found.memories, found.rounds, strict=True):
             memory.begin(resume_point_of(json.loads(point.to_json())), round_)
         places = [*map(folder_in, wait_for_points(found))]
@@ -95,8 +94,7 @@ def test_lost_part_leaves_no_state(tmp_path: Path) -> None:
     with nodes(tmp_path, 2) as found:
         for rank, folder in enumerate(found.folders):
             keep(folder, part_of(rank, world_size=2))
-        gathered = found.memories[0].find(found.rounds[0])
-        point = gathered.with_sources(point_of(gathered.read()[0]))
+        point = point_of(found.memories[0].find(found.rounds[0])()[0])
         found.memories[1].close()
         found.memories[0].begin(point, found.rounds[0])
         wait_until(lambda: found.memories[0].local_point() is not None, what="the resume point")
@@ -435,9 +433,8 @@ def test_umask_of_groups_hides_no_state(tmp_path: Path) -> None:
 
 def fetch(found: Nodes) -> tuple[states.MemoryState, Path]:
     """Return the newest state of all nodes, and its place on the first one after the fetch."""
-    gathered = found.memories[0].find(found.rounds[0])
-    state = gathered.read()[0]
-    point = gathered.with_sources(replace(point_of(state), loads_own_files=state.first.loads_own_files))
+    state = found.memories[0].find(found.rounds[0])()[0]
+    point = replace(point_of(state), loads_own_files=state.first.loads_own_files)
     found.memories[0].begin(point, found.rounds[0])
     wait_until(lambda: found.memories[0].local_point() is not None, what="the resume point")
     return state, folder_in(found.memories[0].local_point())
@@ -467,14 +464,14 @@ def test_node_without_memory_takes_no_state(tmp_path: Path, lacks: str, monkeypa
     with nodes(tmp_path, 2) as found:
         for rank in range(2):
             keep(found.folders[1], part_of(rank, world_size=2))
-        assert found.memories[0].find(found.rounds[0]).read()
+        assert found.memories[0].find(found.rounds[0])()
         if lacks == "room":
             monkeypatch.setattr(states, "room_for_states", lambda memory: 1012)
         else:
             member = found.rounds[0].members[1]
             offer = replace(member.offer, memory_port=0)
             found.rounds[0].members = {**found.rounds[0].members, 1: replace(member, offer=offer)}
-        assert found.memories[0].find(found.rounds[0]).read() == []
+        assert found.memories[0].find(found.rounds[0])() == []
 
 
 def test_slow_fetch_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

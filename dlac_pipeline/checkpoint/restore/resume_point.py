@@ -6,6 +6,9 @@ from typing import Any, TypeAlias
 
 from dlac_pipeline.plan.order import ReaderState, reader_state_of
 
+Source: TypeAlias = tuple[str, int, list[int]]
+"""Address and port of a node that has parts of a state in memory, and their ranks."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _AttemptFacts:
@@ -116,8 +119,8 @@ class FromMemory(_AttemptFacts):
     """Address of that checkpoint's manifest, or empty."""
     head_damage: str = ""
     """Damage of that manifest, or empty. The next checkpoint quarantines its parent."""
-    sources: list[tuple[str, int, list[int]]] = field(default_factory=list)
-    """Address and port of each node that has parts of the state, and their ranks. Empty with one node."""
+    sources: list[Source] = field(default_factory=list)
+    """The nodes that have parts of the state. Empty with one node."""
 
     @property
     def cursors(self) -> ReaderState:

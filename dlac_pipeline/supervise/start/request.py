@@ -6,8 +6,8 @@ from typing import Any
 
 from dlac_pipeline.lakehouse.ledger.commits import new_nonce
 from dlac_pipeline.lakehouse.ledger.plans import PlanRow
-from dlac_pipeline.memory_states.choose import FindStates, states_here
-from dlac_pipeline.memory_states.states import MemoryState
+from dlac_pipeline.memory_states.choose import states_here
+from dlac_pipeline.memory_states.states import FindStates, MemoryState
 from dlac_pipeline.plan.legs.leg import Unreadable
 from dlac_pipeline.spec.job_spec import JobSpec
 

@@ -35,6 +35,7 @@ def point_in_memory(claimed: Claimed, resolved: Resolved) -> FromMemory | None:
         head_at=(head if head.checkpoint_id else chosen.rows[0]).committed_at.timestamp(),
         manifest_uri=head.manifest_uri,
         head_damage=resolved.damage,
+        sources=[] if state is None else state.sources,
     )
 
 

@@ -25,24 +25,23 @@ class SupervisedStart:
     began_at: float = field(default_factory=time.time)
 
     def claim(self, verifying: Verifying) -> ResumePoint:
-        """Return the resume point, with the nodes that have parts of its state in memory. Raises as `start_attempt`."""
+        """Return the resume point. Raises as `start_attempt`."""
         supervision, part, request = self.supervision, self.part, self.request
         retry = supervision.retrying(replaces=request.replaces)
         if request.replaces is None:
             # Fixed before the first try, so that a launch that claims between two tries is not fenced off.
             current = retry(supervision.ledger.state, part.spec.run).fence.attempt
             request = replace(request, current=current)
-        found = part.memory.find(part.round)
         point: ResumePoint = retry(
             start_attempt,
             supervision.plans,
             part.spec,
-            replace(request, launch_folder=str(part.folder), find_states=found.read),
+            replace(request, launch_folder=str(part.folder), find_states=part.memory.find(part.round)),
             verifying=verifying,
             verify=NodeVerifiers(part.round).verify,
             stop=supervision.stops.stop,
         )
-        return found.with_sources(point)
+        return point
 
     def find_failure(self, point: ResumePoint) -> Failure | None:
         """Return the failure that the attempt recovers from. The ledger has it if another supervisor led the failed attempt."""
