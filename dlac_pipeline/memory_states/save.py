@@ -71,9 +71,9 @@ class MemorySaves:
         self._is_wanted = can_keep and bool(spec.checkpoint.memory)
         run_folder = states.memory_folder(spec) if can_keep else None
         self._own = None if run_folder is None else states.attempt_folder(run_folder, point.attempt, point.nonce)
-        """Folder of this attempt on this node. None: this node keeps no states."""
+        """Folder of this attempt, or None if this node keeps no states."""
         self._folder: Path | None = None
-        """The same folder while states are kept."""
+        """Folder of this attempt while states are kept."""
         self._every = self._fixed = spec.checkpoint.memory_every_steps
         """Steps between two states. 0: not known yet. The first steps of the attempt show the cost of a state."""
         self._number = 0

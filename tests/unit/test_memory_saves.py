@@ -115,6 +115,14 @@ def test_uncopied_states_are_kept_alone(rank: Rank) -> None:
         assert rank.step() == [step - 1, step]
 
 
+@pytest.mark.parametrize("loads_own_files", [True, False])
+def test_seal_has_flag_of_engine(rank: Rank, loads_own_files: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Supervisors, which load no engine, read from the seal which files the ranks of a node need."""
+    monkeypatch.setattr(TorchState, "loads_own_files", loads_own_files)
+    rank.step()
+    assert [part.state.loads_own_files for part in states.read_parts(rank.folder.parent)] == [loads_own_files]
+
+
 @pytest.fixture
 def waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rank:
     """A rank with `memory_waits` that has kept its first state, of step 1."""
