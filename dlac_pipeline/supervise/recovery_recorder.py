@@ -1,4 +1,4 @@
-"""Recorder of recoveries. That of a supervisor writes in a thread: one that waits for the catalog notices no dead rank."""
+"""Recorder of recoveries. The one of a supervisor has a thread, because a wait for the catalog would hide dead ranks."""
 
 import logging
 import threading
@@ -29,7 +29,6 @@ _ATTEMPT_WITHIN_S = 3.0
 """Seconds to wait for the catalog when an attempt ends."""
 _STOPPED_WITHIN_S = 2.0
 """Seconds to wait for the catalog after a stop request, whose sender kills this process soon."""
-
 
 Build = Callable[[Lakehouse], Recovery]
 ToEvent = Callable[[Recovery], Event]
