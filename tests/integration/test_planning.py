@@ -101,7 +101,7 @@ def test_racing_planners_leave_one_plan(arena: Arena, monkeypatch: pytest.Monkey
     [
         ({"table": "src.nothing"}, NoSuchTable, r"'src\.nothing'"),
         ({"table": "nowhere.t"}, NoSuchTable, r"'nowhere\.t'"),
-        ({"snapshot_id": 42}, NoSuchSnapshot, r"snapshot 42 .* found only \[\d+, \d+\]"),
+        ({"version": 42}, NoSuchSnapshot, r"snapshot 42 .* found only \[\d+, \d+\]"),
         ({"columns": ["x", "rowid"]}, NoSuchColumn, r"in columns of source 'src.t', .* did you mean 'row_id'\?$"),
         ({"columns": ["even"], "ragged": ["even"]}, UnsupportedColumn, r"'even'"),
         ({"row_filter": "row_id > 1000"}, EmptyPlan, r"'row_id > 1000'"),

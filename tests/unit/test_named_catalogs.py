@@ -90,7 +90,7 @@ def test_malformed_file_is_refused(places: Path, text: str) -> None:
 
 def test_catalog_without_commits_is_refused() -> None:
     """PyIceberg commits nothing to DynamoDB and BigQuery."""
-    with pytest.raises(CatalogMisconfigured, match=r"source\.table \(catalog:NAME\)"):
+    with pytest.raises(CatalogMisconfigured, match=r"in source\.table \(catalog:NAME\)"):
         connect(LakehouseConfig(type="dynamodb"))
 
 
