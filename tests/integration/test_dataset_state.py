@@ -319,4 +319,4 @@ def test_a_state_holds_its_snapshot(tmp_path: Path) -> None:
     assert seen(changed.loader(num_workers=1)) == whole[9:]
     snapshot = datasets.lakehouse.load("src.a").metadata.current_snapshot_id
     with pytest.raises(ResumeMismatch, match=f"  snapshot_id: saved .*, asked for {snapshot}"):
-        datasets.open("packed", snapshot_id=snapshot, state=state)
+        datasets.open("packed", version=snapshot, state=state)

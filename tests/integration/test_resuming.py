@@ -153,7 +153,7 @@ CHANGES: list[tuple[dict[str, Any], str]] = [
     ({"columns": ["row_id", "x", "even"]}, r"columns: committed \('row_id', 'x'\)"),
     ({"shuffle": False}, "shuffle: committed True, asked for False"),
     ({"block_slices": 1}, "block_slices: committed 4, asked for 1"),
-    ({"snapshot_id": 1}, r"snapshot_id: committed \d+, asked for 1"),
+    ({"version": 1}, r"snapshot_id: committed \d+, asked for 1"),
     ({"table": "src.other"}, r"table_uuid: committed '.*', asked for '\(no table src\.other\)'"),
 ]
 

@@ -133,7 +133,7 @@ def test_files_are_keyed_once(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> 
     """Plans of the same files, appended files, and a planner that overtakes another one add no key twice."""
     arena.table(appends=(40, 60))
     first, second = (each.snapshot_id for each in arena.lakehouse.load("src.t").snapshots())
-    plan = make_plan(arena.lakehouse, keyed("row_id", snapshot_id=first))
+    plan = make_plan(arena.lakehouse, keyed("row_id", version=first))
     assert len(stored(arena.lakehouse)) == 40
     write, other = vars(row_keys)["_dataframe_to_data_files"], connect(arena.config.at_home(arena.home))
 
@@ -143,8 +143,8 @@ def test_files_are_keyed_once(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> 
         return write(*given)
 
     monkeypatch.setattr(row_keys, "_dataframe_to_data_files", overtaken)
-    make_plan(arena.lakehouse, keyed("row_id", snapshot_id=second))
-    assert make_plan(arena.lakehouse, keyed("row_id", snapshot_id=first)).id == plan.id
+    make_plan(arena.lakehouse, keyed("row_id", version=second))
+    assert make_plan(arena.lakehouse, keyed("row_id", version=first)).id == plan.id
     rows = stored(arena.lakehouse)
     assert len(rows) == len({(row["file"], row["row"]) for row in rows}) == 100
 

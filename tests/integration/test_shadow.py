@@ -226,7 +226,7 @@ def test_deleted_and_filtered_rows_differ(arena: Arena) -> None:
     [
         ("name", {}, "expected integers in column 'name'"),
         ("absent", {}, "found only ['row_id', 'x', 'even', 'name']"),
-        ("row_id", {"snapshot_id": 5}, "expected snapshot 5 in table"),
+        ("row_id", {"version": 5}, "expected snapshot 5 in table"),
     ],
 )
 def test_bad_comparison_is_refused(arena: Arena, by: str, changes: dict[str, Any], expected: str) -> None:

@@ -283,8 +283,8 @@ def test_unsigned_snapshot_id_is_refused(lakehouse: Lakehouse, tmp_path: Path, s
             snapshot_of(table, asked)
     with pytest.raises(UnsupportedSnapshot):
         row_groups_of(table, snapshot_id, "")
-    with pytest.raises(SpecInvalid, match=f"snapshot_id.*found {snapshot_id}"):
-        opened(lakehouse, "id", snapshot_id=snapshot_id)
+    with pytest.raises(SpecInvalid, match=f"version.*found {snapshot_id}"):
+        opened(lakehouse, "id", version=snapshot_id)
 
 
 @pytest.mark.parametrize("snapshot_id", [-(2**63), -5, 0, 5, 2**63 - 1])
@@ -292,7 +292,7 @@ def test_any_long_may_name_a_snapshot(lakehouse: Lakehouse, snapshot_id: int) ->
     """An id that the table lacks is refused, and the error lists the table's ids, since Iceberg allows ids of any sign."""
     known = made(lakehouse, pa.table({"id": range(4)})).snapshots()[0].snapshot_id
     with pytest.raises(NoSuchSnapshot, match=rf"expected snapshot {snapshot_id} in .*found only \[{known}\]"):
-        opened(lakehouse, "id", snapshot_id=snapshot_id)
+        opened(lakehouse, "id", version=snapshot_id)
 
 
 def planned(lakehouse: Lakehouse, *columns: str, **settings: Any) -> Plan:
