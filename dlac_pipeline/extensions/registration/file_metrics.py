@@ -1,5 +1,6 @@
 """Manifest entry of a Parquet file, made from its footer: rows, places of row groups, and bounds of flat columns."""
 
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -9,6 +10,7 @@ from pyiceberg.manifest import DataFile, DataFileContent, FileFormat
 from pyiceberg.schema import Schema
 from pyiceberg.typedef import Record
 from pyiceberg.types import BinaryType, IcebergType, NestedField, StringType
+from pyiceberg.utils.truncate import truncate_upper_bound_binary_string, truncate_upper_bound_text_string
 
 from dlac_pipeline.lakehouse.files.file_format import Bounds
 from dlac_pipeline.lakehouse.files.parquet import ParquetFooter
@@ -85,19 +87,11 @@ def _cut(value: Any) -> Any:
 
 
 def _upper(kind: IcebergType, value: Any) -> bytes | None:
-    """Return an upper bound. Of a long text it is the next one that is as long as bounds are, if there is one."""
-    if not isinstance(kind, StringType | BinaryType) or len(value) <= _BOUND_LENGTH:
+    """Return an upper bound. Of a long text it is a greater one that is as long as bounds are, if there is one."""
+    if not isinstance(kind, StringType | BinaryType):
         return _stored(kind, value)
-    for length in range(_BOUND_LENGTH, 0, -1):
-        following = _following(value[length - 1])
-        if following is not None:
-            return _stored(kind, value[: length - 1] + following)
+    is_text = isinstance(kind, StringType)
+    cut: Any = truncate_upper_bound_text_string if is_text else truncate_upper_bound_binary_string
+    with suppress(UnicodeEncodeError):  # pyiceberg takes a surrogate for the next character
+        return _stored(kind, cut(value, _BOUND_LENGTH))
     return None
-
-
-def _following(last: str | int) -> Any:
-    """Return the character or the byte after another one, or None if it is the last one. Surrogates are no characters."""
-    if isinstance(last, int):
-        return bytes([last + 1]) if last < 255 else None
-    code = 0xE000 if ord(last) == 0xD7FF else ord(last) + 1
-    return chr(code) if code <= 0x10FFFF else None

@@ -10,10 +10,9 @@ from pyiceberg import transforms
 from pyiceberg.manifest import PartitionFieldSummary
 from pyiceberg.transforms import BucketTransform, IdentityTransform, TimeTransform, Transform, TruncateTransform
 from pyiceberg.types import DecimalType, IcebergType, IntegerType
+from pyiceberg.utils.truncate import truncate_upper_bound_binary_string, truncate_upper_bound_text_string
 
 from dlac_pipeline.lakehouse.filters import literals
-
-_GREATEST_CHARACTER = "\U0010ffff"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,13 +140,8 @@ def _truncated(width: int, kind: IcebergType, least: Any, greatest: Any) -> tupl
 def _after_prefix(prefix: Any) -> Any:
     """Return a value greater than all that start with `prefix`, or None."""
     if isinstance(prefix, bytes):
-        kept = prefix.rstrip(b"\xff")
-        return kept[:-1] + bytes([kept[-1] + 1]) if kept else None
-    kept = prefix.rstrip(_GREATEST_CHARACTER)
-    if not kept:
-        return None
-    following = ord(kept[-1]) + 1
-    return kept[:-1] + chr(0xE000 if 0xD800 <= following <= 0xDFFF else following)
+        return truncate_upper_bound_binary_string(prefix + b"\0", len(prefix))
+    return truncate_upper_bound_text_string(prefix + "\0", len(prefix))
 
 
 def _in_time(transform: Transform[Any, Any], kind: IcebergType, least: int, greatest: int) -> tuple[Any, Any]:
