@@ -289,7 +289,7 @@ def properties_of(name: str) -> dict[str, str]:
 
 
 def _check_format(name: str, table: Table) -> None:
-    """Raise `FormatTooNew` for a newer format, or for columns of none: versions of one format only add columns at the end."""
+    """Raise `FormatTooNew` for a newer format, or for columns of no format: its versions only add columns at the end."""
     found = int(table.properties.get(FORMAT_VERSION_PROPERTY, "1"))
     if found > FORMAT_VERSION:
         raise errors.FormatTooNew(
@@ -299,7 +299,7 @@ def _check_format(name: str, table: Table) -> None:
     if any(one != other for one, other in zip(columns, known, strict=False)):
         raise errors.FormatTooNew(
             f"expected the columns of format version {FORMAT_VERSION} in table {name!r}, found columns {columns!r}: an "
-            "unreleased DLAC wrote the table, so train its runs to their end with that one, or name another lakehouse with "
+            "unreleased DLAC wrote the table, so train its runs to their end with that DLAC, or name another lakehouse with "
             "--home or lakehouse.namespace"
         )
 
