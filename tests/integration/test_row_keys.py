@@ -166,7 +166,7 @@ def test_compaction_keeps_keys_sorted(arena: Arena, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(upkeep, "MIN_FILES", 2)
     arena.table(appends=(30,) * 3)
     for each in arena.lakehouse.load("src.t").snapshots():
-        make_plan(arena.lakehouse, keyed("row_id", snapshot_id=each.snapshot_id))
+        make_plan(arena.lakehouse, keyed("row_id", version=each.snapshot_id))
     wanted = [places(arena.lakehouse, str(row_id)) for row_id in (0, 31, 89)]
     done = upkeep.compact(arena.lakehouse, "row_keys")
     assert (done.files, done.into) == (3, 1)
