@@ -205,6 +205,18 @@ def test_log_of_rank_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert ranks.log_end(0)["log_tail"].endswith("ValueError: the end")
 
 
+@pytest.mark.parametrize("start", STARTS)
+def test_crash_leaves_its_line(tmp_path: Path, start: str) -> None:
+    """A library that kills its process by a signal raises no exception. The log of the rank has the line of the script."""
+    script = "import os\ndef crash():\n    os.abort()\ncrash()"
+    with run_ranks(spec_of(tmp_path, script, start=start), tmp_path) as ranks:
+        wait_until(ranks.all_exited, what="the rank's end")
+        (failure,) = ranks.failures()
+        log = ranks.log_end(0)["log_tail"]
+    assert failure.code == -signal.SIGABRT
+    assert 'script.py", line 3 in crash' in log
+
+
 @pytest.mark.soak
 def test_silent_server_is_a_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that wait for a silent server are a hang after the start timeout."""

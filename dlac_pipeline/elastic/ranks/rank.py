@@ -1,6 +1,7 @@
 """Process of one rank: it ends with its supervisor, runs the training script as `__main__`, and records why that failed."""
 
 import atexit
+import faulthandler
 import fcntl
 import json
 import multiprocessing
@@ -109,6 +110,8 @@ def _prepare(script: str, arguments: tuple[str, ...]) -> None:
         os.dup2(nothing.fileno(), 0)
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
+    # a signal such as SIGSEGV leaves no exception: the log gets the lines at which all threads were
+    faulthandler.enable(2)
     of_group = "" if this.group is None else f" group {this.group}"
     setproctitle(f"dlac {os.environ[RUN_VARIABLE]}{of_group} rank {this.rank}/{this.world_size}")
     reason_file(folder, rank).write_bytes(b" " * RESERVED_BYTES)
