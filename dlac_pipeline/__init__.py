@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dlac_pipeline.checkpoint.engines import TorchState
     from dlac_pipeline.checkpoint.engines.distributed_state import DistributedState
-    from dlac_pipeline.dataset import DlacDataset, open_dataset
+    from dlac_pipeline.extensions.dataset import DlacDataset, open_dataset
     from dlac_pipeline.read.batch import Batch
     from dlac_pipeline.train.training_run import TrainingRun, training_run
 
@@ -25,10 +25,10 @@ __all__ = [
 _HOMES = {
     "Batch": "dlac_pipeline.read.batch",
     "DistributedState": "dlac_pipeline.checkpoint.engines.distributed_state",
-    "DlacDataset": "dlac_pipeline.dataset",
+    "DlacDataset": "dlac_pipeline.extensions.dataset",
     "TorchState": "dlac_pipeline.checkpoint.engines",
     "TrainingRun": "dlac_pipeline.train.training_run",
-    "open_dataset": "dlac_pipeline.dataset",
+    "open_dataset": "dlac_pipeline.extensions.dataset",
     "training_run": "dlac_pipeline.train.training_run",
 }
 

@@ -41,7 +41,7 @@ _IMPORTS = (
     "torch.distributed.checkpoint.state_dict",
     "torch._dynamo",
     "dlac_pipeline.train.training_run",
-    "dlac_pipeline.dataset",
+    "dlac_pipeline.extensions.dataset",
     "dlac_pipeline.elastic.rank_launcher",
     "dlac_pipeline.launchers.serve",
     "dlac_pipeline.cli.main",

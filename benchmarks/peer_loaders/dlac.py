@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from dlac_pipeline.dataset import DlacDataset, open_dataset
+from dlac_pipeline.extensions.dataset import DlacDataset, open_dataset
 from dlac_pipeline.extensions.loader_check.protocol import KINDS, Job
 from dlac_pipeline.extensions.loader_check.row_log import Ids
 

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from dlac_pipeline.audit.audit import audit_run
-from dlac_pipeline.dataset import DlacDataset, open_dataset
+from dlac_pipeline.extensions.dataset import DlacDataset, open_dataset
 from dlac_pipeline.lakehouse.errors import NoSuchSnapshot, NoSuchTable, PinLost
 from dlac_pipeline.lakehouse.source_names import SOURCES
 from tests.conftest import PROGRAMS, Arena, source_rows

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from dlac_pipeline.dataset import DlacDataset, open_dataset
+from dlac_pipeline.extensions.dataset import DlacDataset, open_dataset
 from tests.empty_lakehouse import empty_lakehouse
 
 accelerate: Any = pytest.importorskip("accelerate")

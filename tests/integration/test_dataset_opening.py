@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from dlac_pipeline.dataset import as_batch, open_dataset
+from dlac_pipeline.extensions.dataset import as_batch, open_dataset
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.plan.slots import DataCoordinate
 from tests.integration.datasets import Datasets, seen

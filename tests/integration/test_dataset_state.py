@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader
 
-from dlac_pipeline.dataset import DlacDataset, merge_states
+from dlac_pipeline.extensions.dataset import DlacDataset, merge_states
 from dlac_pipeline.lakehouse.errors import DlacError, FormatTooNew, ResumeMismatch, SpecInvalid
 from tests.integration.datasets import KINDS, Datasets, rows_of, seen, some_kinds
 

@@ -9,7 +9,7 @@ import pytest
 from deltalake import DeltaTable, write_deltalake
 
 from dlac_pipeline.audit.audit import audit_run
-from dlac_pipeline.dataset import open_dataset
+from dlac_pipeline.extensions.dataset import open_dataset
 from dlac_pipeline.lakehouse.errors import AppendHistoryLost, PinLost, TableReplaced
 from dlac_pipeline.lakehouse.history.changes import History, changes
 from dlac_pipeline.lakehouse.iceberg.pins import remove_pin

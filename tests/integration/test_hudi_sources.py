@@ -9,7 +9,7 @@ import pyarrow.fs as pafs
 import pytest
 from hudi import HudiReadOptions, HudiTableBuilder
 
-from dlac_pipeline.dataset import open_dataset
+from dlac_pipeline.extensions.dataset import open_dataset
 from dlac_pipeline.extensions.formats.hudi import HudiSource
 from dlac_pipeline.lakehouse.errors import AppendHistoryLost, UnsupportedSnapshot
 from dlac_pipeline.lakehouse.history.changes import changes

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from dlac_pipeline.dataset import DlacDataset, as_batch
+from dlac_pipeline.extensions.dataset import DlacDataset, as_batch
 from dlac_pipeline.lakehouse.errors import ResumeMismatch, SpecInvalid
 from tests.integration.datasets import Datasets, rows_of, seen
 from tests.integration.test_dataset_state import end, stateful

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dlac_pipeline.audit.audit import audit_run
-from dlac_pipeline.dataset import open_dataset
+from dlac_pipeline.extensions.dataset import open_dataset
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
 from tests.conftest import Arena

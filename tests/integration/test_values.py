@@ -27,7 +27,7 @@ from pyiceberg.types import (
     TimestampType,
 )
 
-from dlac_pipeline.dataset import DlacDataset, open_dataset
+from dlac_pipeline.extensions.dataset import DlacDataset, open_dataset
 from dlac_pipeline.lakehouse.errors import (
     DataFileUnreadable,
     NoSuchColumn,

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from dlac_pipeline.dataset import open_dataset
+from dlac_pipeline.extensions.dataset import open_dataset
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from tests.empty_lakehouse import empty_lakehouse
@@ -27,7 +27,7 @@ SETTINGS: dict[str, Any] = {"table": "src.t", "columns": ["tokens"], "length": 1
 PROGRAM = """
 import json, sys
 import torch.distributed as dist
-from dlac_pipeline.dataset import open_dataset
+from dlac_pipeline.extensions.dataset import open_dataset
 
 folder, workers, settings = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
 rank, world_size, store = int(sys.argv[4]), int(sys.argv[5]), sys.argv[6]
@@ -54,7 +54,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
-from dlac_pipeline.dataset import open_dataset
+from dlac_pipeline.extensions.dataset import open_dataset
 
 folder, workers, settings = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
 rank, world_size, store = int(sys.argv[4]), int(sys.argv[5]), sys.argv[6]

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from dlac_pipeline.checkpoint.rng import load_rng, save_rng
 from dlac_pipeline.checkpoint.stage.copies import Copies, CopyMemory, Direct
 from dlac_pipeline.checkpoint.step_sync import RankReport, StepSyncs
-from dlac_pipeline.dataset.batches import as_batch, as_dict, copy_batch
+from dlac_pipeline.extensions.dataset.batches import as_batch, as_dict, copy_batch
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.read.device import DeviceCopies

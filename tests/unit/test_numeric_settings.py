@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import dlac_pipeline
 from dlac_pipeline.cli.extension_commands import COMMANDS, load_command
 from dlac_pipeline.cli.main import app
-from dlac_pipeline.dataset import open_dataset
+from dlac_pipeline.extensions.dataset import open_dataset
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.spec.launch_spec import LaunchSpec
 from dlac_pipeline.spec.spec_problems import bounds_of, describe_problem, holds_numbers

@@ -14,7 +14,7 @@ import numpy as np
 from pyiceberg.table import Table
 from pyiceberg.types import IntegerType, LongType
 
-from dlac_pipeline.dataset.dataset import DlacDataset
+from dlac_pipeline.extensions.dataset.dataset import DlacDataset
 from dlac_pipeline.extensions.loader_check.row_log import Ids
 from dlac_pipeline.extensions.loader_check.shadow.launches import Launch, read_launches
 from dlac_pipeline.lakehouse.errors import BadInput, SpecInvalid, UnsupportedColumn

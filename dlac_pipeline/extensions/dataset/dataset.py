@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from dlac_pipeline.checkpoint.collectives import RankTree
-from dlac_pipeline.dataset import state as states
-from dlac_pipeline.dataset.batches import ABOUT, DictBatch, LastBatch, as_dict, copy_batch, make_empty
+from dlac_pipeline.extensions.dataset import state as states
+from dlac_pipeline.extensions.dataset.batches import ABOUT, DictBatch, LastBatch, as_dict, copy_batch, make_empty
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.plan.legs.leg import Leg

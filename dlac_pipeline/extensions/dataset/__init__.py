@@ -13,10 +13,10 @@ batches of worker processes through `loader()`, or by `observe(batch)`. A consum
 (Accelerate does, by one batch) calls it after each step. Consumption is not recorded in the ledger: use `training_run` for that.
 """
 
-from dlac_pipeline.dataset.batches import ABOUT, DictBatch, as_batch
-from dlac_pipeline.dataset.dataset import DlacDataset, DlacLoader
-from dlac_pipeline.dataset.opening import open_dataset
-from dlac_pipeline.dataset.state import STATE_FILE, State, merge_states, read_state
+from dlac_pipeline.extensions.dataset.batches import ABOUT, DictBatch, as_batch
+from dlac_pipeline.extensions.dataset.dataset import DlacDataset, DlacLoader
+from dlac_pipeline.extensions.dataset.opening import open_dataset
+from dlac_pipeline.extensions.dataset.state import STATE_FILE, State, merge_states, read_state
 
 __all__ = [
     "ABOUT",

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from pydantic import BaseModel
 
 from dlac_pipeline.checkpoint.collectives import RankTree
-from dlac_pipeline.dataset.batches import ABOUT, LAST_BATCHES, LastBatch
-from dlac_pipeline.dataset.dataset import DlacDataset
-from dlac_pipeline.dataset.state import check_requested, read_state
 from dlac_pipeline.elastic.ranks.this_process import this_process
+from dlac_pipeline.extensions.dataset.batches import ABOUT, LAST_BATCHES, LastBatch
+from dlac_pipeline.extensions.dataset.dataset import DlacDataset
+from dlac_pipeline.extensions.dataset.state import check_requested, read_state
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import DlacError, SpecInvalid, TrainingFailed
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect

@@ -8,7 +8,7 @@ from typing import Any
 from blake3 import blake3
 from torch.utils.data import get_worker_info
 
-from dlac_pipeline.dataset.batches import LastBatch
+from dlac_pipeline.extensions.dataset.batches import LastBatch
 from dlac_pipeline.lakehouse.errors import FormatTooNew, ResumeMismatch, SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.plan.legs.choice import requested_leg
