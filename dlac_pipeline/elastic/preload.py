@@ -23,7 +23,6 @@ PRELOAD_VARIABLE = "DLAC_PRELOAD"
 _ALWAYS = (
     "torch._dynamo",  # each optimizer imports it, which takes a second
     "dlac_pipeline.train.training_run",
-    "dlac_pipeline.extensions.dataset",
 )
 _FORKABLE_THREADS = re.compile("jemalloc_bg_thd|cuda[0-9a-f]{11}")
 """Threads of Arrow's allocator, which a forked process begins again, and of NVML, which it is assumed not to need. The threads

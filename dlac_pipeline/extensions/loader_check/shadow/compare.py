@@ -1,8 +1,8 @@
 """A foreign loop's rows compared with the snapshot, and DLAC's reader run through the same launches. Nothing is written."""
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
@@ -14,7 +14,6 @@ import numpy as np
 from pyiceberg.table import Table
 from pyiceberg.types import IntegerType, LongType
 
-from dlac_pipeline.extensions.dataset.dataset import DlacDataset
 from dlac_pipeline.extensions.loader_check.row_log import Ids
 from dlac_pipeline.extensions.loader_check.shadow.launches import Launch, read_launches
 from dlac_pipeline.lakehouse.errors import BadInput, SpecInvalid, UnsupportedColumn
@@ -25,6 +24,7 @@ from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.plan.planner import make_plan
 from dlac_pipeline.plan.slots import DataCoordinate
+from dlac_pipeline.read.batch import drop_empty_slots
 from dlac_pipeline.read.opening.open_leg import OpenLeg, open_leg
 from dlac_pipeline.spec.job_spec import JobSpec, SequenceSpec
 
@@ -378,28 +378,28 @@ def _launches_in_model(launches: Sequence[Launch], *, finished: bool) -> list[tu
 
 
 def replay_launches(pinned: _Snapshot, launches: Sequence[Launch], *, passes: int, finished: bool) -> _Replay:
-    """Run DLAC's reader through the launches: each resumes from the state at its step, with its number of ranks.
+    """Run DLAC's reader through the launches: each resumes at its step, with its number of ranks.
 
     The first one begins at step 0, and the ranks of each divide the batch size.
     """
     order = pinned.spec.order.model_copy(update={"passes": passes, "steps": None})
     spec = pinned.spec.model_copy(update={"order": order})
-    state: dict[str, Any] | None = None
+    opened = open_leg(pinned.plans, pinned.leg(spec), spec)
+    step = opened.leg.start_step
     parts: list[Ids] = []
     first: dict[int, list[int]] = {}
     for launch, end in _launches_in_model(launches, finished=finished):
-        saved, first[launch.number] = state, []
+        limit, read = None if end is None else end - launch.step, []
         for rank in range(launch.world_size):
-            dataset = DlacDataset(
-                spec, pinned.leg(spec), coordinate=DataCoordinate(rank, launch.world_size), plans=pinned.plans
-            )
-            if saved is not None:
-                dataset.load_state_dict(json.loads(json.dumps(saved)))
-            batches = iter(dataset)
-            taken = islice(batches, None if end is None else end - launch.step)
-            mine = [batch[pinned.by].numpy().astype(np.int64) for batch in taken]
-            batches.close()  # type: ignore[attr-defined]  # a generator
-            parts += mine
-            first[launch.number] += mine[0].tolist() if mine else []
-            state = dataset.state_dict()
+            read = _read_share(opened, pinned.by, DataCoordinate(rank, launch.world_size), after=step, limit=limit)
+            parts += read
+            first.setdefault(launch.number, []).extend(read[0].tolist() if read else [])
+        step += len(read)
     return _Replay(ids=np.concatenate([np.empty(0, np.int64), *parts]), first=first, finished=finished)
+
+
+def _read_share(opened: OpenLeg, by: str, share: DataCoordinate, *, after: int, limit: int | None) -> list[Ids]:
+    """Return the ids in each batch of a share after a step, in at most `limit` batches."""
+    with closing(opened.reader(coordinate=share, step=after)) as reader:
+        batches = (drop_empty_slots(batch) for batch in islice(reader, limit))
+        return [batch.tensors[by].numpy().astype(np.int64) for batch in batches]
