@@ -24,9 +24,9 @@ import yaml
 import dlac_pipeline as dlac
 from benchmarks.figures import Figure, report
 from dlac_pipeline.audit.lakehouse_sql import sql_script
-from dlac_pipeline.checkpoint.restore.export import export_weights
 from dlac_pipeline.checkpoint.store import tiers_of
 from dlac_pipeline.extensions.erasure.passport import OpenPassport, passport_of, write_passport
+from dlac_pipeline.extensions.exchange.export import export_weights
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec

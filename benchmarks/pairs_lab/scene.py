@@ -19,10 +19,10 @@ import yaml
 from safetensors.torch import save_file
 
 from benchmarks.pairs_lab.factors import Combination
-from dlac_pipeline.checkpoint.restore.foreign import foreign_checkpoint
+from dlac_pipeline.extensions.exchange.foreign import foreign_checkpoint
+from dlac_pipeline.extensions.exchange.fork import adopt_checkpoint
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
-from dlac_pipeline.operations.fork import adopt_checkpoint
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
 from tests.empty_lakehouse import empty_lakehouse
 from tests.listening import install_strangers

@@ -126,7 +126,7 @@ def fork(
     Model, optimizer and generators are the parent's. Data order, tables and all other settings are those of the job spec.
     """
     from dlac_pipeline.checkpoint.store import tiers_of
-    from dlac_pipeline.operations.fork import fork_run
+    from dlac_pipeline.extensions.exchange.fork import fork_run
 
     if step is not None and checkpoint is not None:
         raise SpecInvalid(f"expected --step or --checkpoint, found {step!r} and {checkpoint!r}: name one checkpoint")

@@ -161,7 +161,7 @@ def export(
     as_json: ui.AsJson = False,
 ) -> None:
     """Write a checkpoint's weights as safetensors. `dlac checkpoint identify` finds the checkpoint by the digest of a file."""
-    from dlac_pipeline.checkpoint.restore.export import export_weights
+    from dlac_pipeline.extensions.exchange.export import export_weights
 
     lakehouse, tiers = ui.places_of_run(run, spec, home)
     ui.show_facts(asdict(export_weights(lakehouse, tiers, out, step=step, part=part, config=config)), as_json=as_json)
@@ -185,7 +185,7 @@ def export_state(
 
     DeepSpeed's ZeRO 1 to 3 is converted. `dlac checkpoint adopt` begins a run with `DistributedState` from the folder.
     """
-    from dlac_pipeline.checkpoint.restore.export import export_tensors
+    from dlac_pipeline.extensions.exchange.export import export_tensors
 
     lakehouse, tiers = ui.places_of_run(run, spec, home)
     ui.show_facts(asdict(export_tensors(lakehouse, tiers, out, step=step)), as_json=as_json)
@@ -227,8 +227,8 @@ def adopt(
 
     A checkpoint with more than tensors and plain values is refused. No code in it runs.
     """
-    from dlac_pipeline.checkpoint.restore.foreign import foreign_checkpoint
-    from dlac_pipeline.operations.fork import adopt_checkpoint
+    from dlac_pipeline.extensions.exchange.foreign import foreign_checkpoint
+    from dlac_pipeline.extensions.exchange.fork import adopt_checkpoint
 
     job = ui.resolved(spec, home)
     found = foreign_checkpoint(folder, tag=tag)

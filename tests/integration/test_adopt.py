@@ -26,13 +26,13 @@ import dlac_pipeline as dlac
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.audit.lakehouse_sql import open_audit
 from dlac_pipeline.checkpoint.listing import checkpoint_of_file
-from dlac_pipeline.checkpoint.restore.export import export_tensors
-from dlac_pipeline.checkpoint.restore.foreign import foreign_checkpoint
 from dlac_pipeline.checkpoint.stage.copies import Direct
 from dlac_pipeline.checkpoint.store import folder_of, tiers_of
+from dlac_pipeline.extensions.exchange.export import export_tensors
+from dlac_pipeline.extensions.exchange.foreign import foreign_checkpoint
+from dlac_pipeline.extensions.exchange.fork import adopt_checkpoint
 from dlac_pipeline.lakehouse.errors import CheckpointDamaged, CheckpointError, CheckpointUnsafe, SpecInvalid
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow
-from dlac_pipeline.operations.fork import adopt_checkpoint
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.liveness.run_lock import run_lock
@@ -414,11 +414,11 @@ def test_run_begun_concurrently_is_left_alone(arena: Arena) -> None:
     foreign = foreign_checkpoint(arena.home / "foreign")
 
     def behind_another(*given: Any, **how: Any) -> AbstractContextManager[int]:
-        arena.monkeypatch.setattr("dlac_pipeline.operations.fork.run_lock", run_lock)
+        arena.monkeypatch.setattr("dlac_pipeline.extensions.exchange.fork.run_lock", run_lock)
         adopt_checkpoint(arena.lakehouse, spec, foreign)
         return run_lock(*given, **how)
 
-    arena.monkeypatch.setattr("dlac_pipeline.operations.fork.run_lock", behind_another)
+    arena.monkeypatch.setattr("dlac_pipeline.extensions.exchange.fork.run_lock", behind_another)
     with pytest.raises(SpecInvalid, match="no run named 'r' yet, found one with 1 checkpoints"):
         adopt_checkpoint(arena.lakehouse, spec, foreign)
     assert len(arena.rows("r", ClaimRow)) == len(arena.rows("r", CheckpointRow)) == 1

@@ -23,13 +23,13 @@ from dlac_pipeline.extensions.erasure.certificate import certify, differences, i
 from dlac_pipeline.extensions.erasure.execution import execute_forget
 from dlac_pipeline.extensions.erasure.forget import ForgetPlan, plan_forget
 from dlac_pipeline.extensions.erasure.traces import erase_traces
+from dlac_pipeline.extensions.exchange.fork import fork_run
 from dlac_pipeline.lakehouse.errors import NoSuchColumn, NoSuchTable, SpecInvalid
 from dlac_pipeline.lakehouse.ledger.branches import exclusions_in_force, retire_left
 from dlac_pipeline.lakehouse.ledger.commits import name_checkpoint, names_of, record_exports
 from dlac_pipeline.lakehouse.ledger.journal import Journal
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ExportRow, NameRow
-from dlac_pipeline.operations.fork import fork_run
 from dlac_pipeline.operations.rewind import rewind_run
 from dlac_pipeline.spec.job_spec import JobSpec
 from tests.conftest import Arena, Steps, source_rows

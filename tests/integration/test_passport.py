@@ -16,8 +16,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from dlac_pipeline.extensions.erasure.passport import OpenPassport, passport_of
+from dlac_pipeline.extensions.exchange.fork import fork_run
 from dlac_pipeline.lakehouse.errors import SpecInvalid
-from dlac_pipeline.operations.fork import fork_run
 from tests.conftest import Arena, source_rows
 from tests.integration.conftest import Command
 

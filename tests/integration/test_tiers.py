@@ -23,12 +23,12 @@ from dlac_pipeline.checkpoint import store
 from dlac_pipeline.checkpoint.listing import list_checkpoints, verify_checkpoints
 from dlac_pipeline.checkpoint.restore.verified_copy import restore
 from dlac_pipeline.checkpoint.store import tiers_of
+from dlac_pipeline.extensions.exchange import initial_checkpoint
+from dlac_pipeline.extensions.exchange.fork import fork_run
 from dlac_pipeline.lakehouse.errors import CheckpointDamaged, StoreUnavailable
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, QuarantinedCheckpointRow, RetireRow
 from dlac_pipeline.lakehouse.store_files import StoreFiles
-from dlac_pipeline.operations import initial_checkpoint
-from dlac_pipeline.operations.fork import fork_run
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.start.start_attempt import start_attempt
 from tests.conftest import Arena, wait_until

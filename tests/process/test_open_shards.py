@@ -17,10 +17,10 @@ import torch
 from safetensors import safe_open
 
 from dlac_pipeline import TorchState
-from dlac_pipeline.checkpoint.engines.weights import state_of
-from dlac_pipeline.checkpoint.restore.export import write_state_folder
-from dlac_pipeline.checkpoint.restore.foreign import foreign_checkpoint
 from dlac_pipeline.checkpoint.stage.copies import Direct
+from dlac_pipeline.extensions.exchange.export import write_state_folder
+from dlac_pipeline.extensions.exchange.foreign import foreign_checkpoint
+from dlac_pipeline.extensions.exchange.weights import state_of
 from dlac_pipeline.lakehouse.errors import CheckpointError
 from tests.engine_ranks import Saved, assert_same, run_ranks, save
 from tests.ports import own_port

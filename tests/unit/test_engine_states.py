@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_map_only
 
 from dlac_pipeline import DistributedState, TorchState
 from dlac_pipeline.checkpoint.engines import Engine
-from dlac_pipeline.checkpoint.restore.foreign import foreign_checkpoint
 from dlac_pipeline.checkpoint.stage.copies import Direct
+from dlac_pipeline.extensions.exchange.foreign import foreign_checkpoint
 from dlac_pipeline.lakehouse.errors import ResumeMismatch, ScriptInvalid, SpecInvalid
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

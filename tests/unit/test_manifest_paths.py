@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from dlac_pipeline.checkpoint.manifest import FileEntry, content_digest, parse_manifest, verify_files
-from dlac_pipeline.checkpoint.restore.foreign import foreign_checkpoint
 from dlac_pipeline.checkpoint.restore.verified_copy import restore
 from dlac_pipeline.checkpoint.store import Tiers
+from dlac_pipeline.extensions.exchange.foreign import foreign_checkpoint
 from dlac_pipeline.lakehouse.errors import CheckpointDamaged, SpecInvalid
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
 from dlac_pipeline.lakehouse.store_files import StoreFiles, file_digest

@@ -20,10 +20,10 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from dlac_pipeline import DistributedState
 from dlac_pipeline.checkpoint.engines.shards import PlainSavePlanner, ShardWriter
-from dlac_pipeline.checkpoint.engines.weights import state_of, weights_of
 from dlac_pipeline.checkpoint.stage.copies import Copies, CopyMemory, Direct, Writer
 from dlac_pipeline.checkpoint.stage.streamed_file import DTYPES, TensorFile, write_state
 from dlac_pipeline.extensions.deepspeed.deepspeed_state import moments_in
+from dlac_pipeline.extensions.exchange.weights import state_of, weights_of
 from dlac_pipeline.lakehouse.errors import CheckpointError
 
 TENSORS = "shard-00001-model-00001-of-00001.safetensors"

@@ -15,10 +15,10 @@ import torch
 
 from dlac_pipeline.checkpoint.engines.engine import Weights
 from dlac_pipeline.checkpoint.engines.shards import sharding_info, tensor_file
-from dlac_pipeline.checkpoint.engines.weights import WEIGHTS_FILE, WEIGHTS_INDEX, state_of, weights_of
 from dlac_pipeline.checkpoint.restore.verified_copy import Restored, restore
 from dlac_pipeline.checkpoint.stage.streamed_file import DTYPES, TensorFile, Written, write_state
 from dlac_pipeline.checkpoint.store import Tiers, storing
+from dlac_pipeline.extensions.exchange.weights import WEIGHTS_FILE, WEIGHTS_INDEX, state_of, weights_of
 from dlac_pipeline.lakehouse.durable_io import fsync_path, make_folder_durably
 from dlac_pipeline.lakehouse.errors import CheckpointError, SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse

@@ -13,8 +13,9 @@ from pathlib import Path
 
 from dlac_pipeline.checkpoint.engines.engine import Foreign
 from dlac_pipeline.checkpoint.manifest import FileEntry, Manifest, check_inside, read_manifest, verify_file
-from dlac_pipeline.checkpoint.restore.foreign import checkpoint_of_header, copy_foreign
 from dlac_pipeline.checkpoint.store import Tiers, folder_uri, tiers_of
+from dlac_pipeline.extensions.exchange.foreign import checkpoint_of_header, copy_foreign
+from dlac_pipeline.extensions.exchange.initial_checkpoint import Beginning, begin, check_new
 from dlac_pipeline.lakehouse import durable_io, errors, store_files
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.commits import keep_checkpoint, names_of, new_nonce, unname_checkpoint
@@ -22,7 +23,6 @@ from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.older_ledger import check_ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows
 from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, CheckpointRow, ExportRow, ForkRow, NameRow
-from dlac_pipeline.operations.initial_checkpoint import Beginning, begin, check_new
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.liveness.run_lock import run_lock
 from dlac_pipeline.supervise.ranks.listener_process import RUN_BEGUN, report_command
