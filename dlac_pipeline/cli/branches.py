@@ -1,10 +1,9 @@
-"""Branches: `dlac rewind` goes back to a checkpoint, and `dlac fork` begins a run from one of another run."""
+"""`dlac rewind`: a run goes back to a checkpoint, on a new branch."""
 
 import json
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,8 +11,6 @@ from typer import Option
 
 from dlac_pipeline.cli import shared as ui
 from dlac_pipeline.lakehouse.errors import SpecInvalid
-from dlac_pipeline.lakehouse.ledger.run_rows import check_run_name
-from dlac_pipeline.spec.job_spec import parse_spec
 
 if TYPE_CHECKING:
     from dlac_pipeline.lakehouse.ledger.branches import Rewound
@@ -104,40 +101,3 @@ def _show_rewound(run: str, done: "Rewound", exclude: Sequence[str], source: str
     else:
         advice = f"checkpoint {done.clean_checkpoint} (step {done.clean_step}) has seen none of them: {again}"
     ui.show_text(f"{checkpoint} was trained on {done.excluded_rows_seen} of the excluded rows; {advice}")
-
-
-@ui.command(
-    app,
-    ui.RECOVER,
-    "dlac fork my-run --as my-run-2 --spec job.toml",
-    "dlac fork my-run --as my-run-2 --spec job.toml --step 400",
-)
-def fork(
-    run: ui.RunName,
-    new: Annotated[str, Option("--as", help="Name of the new run.", callback=check_run_name)],
-    spec: Annotated[Path, Option("--spec", help="Job spec of the new run. Its name of a run is ignored.")],
-    step: ui.Step = None,
-    checkpoint: CheckpointId = None,
-    home: ui.Home = None,
-    as_json: ui.AsJson = False,
-) -> None:
-    """Begin a run from a checkpoint of another run, which may be training. The new run inherits its consumption.
-
-    Model, optimizer and generators are the parent's. Data order, tables and all other settings are those of the job spec.
-    """
-    from dlac_pipeline.checkpoint.store import tiers_of
-    from dlac_pipeline.extensions.exchange.fork import fork_run
-
-    if step is not None and checkpoint is not None:
-        raise SpecInvalid(f"expected --step or --checkpoint, found {step!r} and {checkpoint!r}: name one checkpoint")
-    read = ui.resolved(spec, home)
-    job = parse_spec({**read.model_dump(), "run": new}, origin=repr(str(spec)))
-    lakehouse = ui.lakehouse_of(spec, home)
-    parent = ui.known_spec(lakehouse, run, None, home)
-    files = None if parent is None else tiers_of(parent).files
-    done = fork_run(lakehouse, job, run, step=step, checkpoint_id=checkpoint, files=files)
-    if as_json:
-        ui.show_json(asdict(done))
-    else:
-        origin = f"{done.parent_checkpoint} (step {done.parent_step} of run {run})"
-        ui.show_text(f"run {new} begins with checkpoint {done.checkpoint_id}, forked from {origin}")

@@ -1,7 +1,6 @@
-"""`dlac checkpoint`: list, tag, verify and retire checkpoints of a run, and exchange checkpoints with other programs."""
+"""`dlac checkpoint`: list, tag, verify and retire checkpoints of a run. Extensions add commands."""
 
 from dataclasses import asdict
-from pathlib import Path
 from secrets import token_hex
 from typing import Annotated
 
@@ -10,10 +9,11 @@ from typer import Argument, Option
 
 from dlac_pipeline.audit.wording import format_age, format_bytes
 from dlac_pipeline.cli import shared as ui
+from dlac_pipeline.cli.extension_commands import InnerGroup
 from dlac_pipeline.lakehouse.ledger.run_rows import check_checkpoint_name
 
 app = typer.Typer()
-checkpoint = typer.Typer(no_args_is_help=True)
+checkpoint = typer.Typer(cls=InnerGroup, no_args_is_help=True)
 app.add_typer(
     checkpoint,
     name="checkpoint",
@@ -133,104 +133,3 @@ def retire(
         ui.show_text(f"retired {row.checkpoint_id} (step {row.step})")
     if not gone:
         ui.show_text(f"run {run} has no abandoned checkpoint without a tag")
-
-
-@ui.command(
-    checkpoint,
-    None,
-    "dlac checkpoint export my-run weights.safetensors",
-    "dlac checkpoint export my-run weights.safetensors --step 400",
-    "dlac checkpoint export my-run my-model --config pretrained",
-)
-def export(
-    run: ui.RunName,
-    out: Annotated[Path, Argument(help="File to write, such as weights.safetensors. With --config: a new folder.")],
-    step: ui.Step = None,
-    part: Annotated[str, Option(help="Part of the state that has the weights, by its name in the script.")] = "model",
-    config: Annotated[
-        Path | None,
-        Option(
-            help="Folder with the model's config.json, which is copied with the tokenizer's files. `from_pretrained` loads the "
-            "written folder.",
-            exists=True,
-            file_okay=False,
-        ),
-    ] = None,
-    home: ui.Home = None,
-    spec: ui.SpecOption = None,
-    as_json: ui.AsJson = False,
-) -> None:
-    """Write a checkpoint's weights as safetensors. `dlac checkpoint identify` finds the checkpoint by the digest of a file."""
-    from dlac_pipeline.extensions.exchange.export import export_weights
-
-    lakehouse, tiers = ui.places_of_run(run, spec, home)
-    ui.show_facts(asdict(export_weights(lakehouse, tiers, out, step=step, part=part, config=config)), as_json=as_json)
-
-
-@ui.command(
-    checkpoint,
-    None,
-    "dlac checkpoint export-state my-run my-state",
-    "dlac checkpoint export-state my-run my-state --step 400",
-)
-def export_state(
-    run: ui.RunName,
-    out: Annotated[Path, Argument(help="New folder to write.")],
-    step: ui.Step = None,
-    home: ui.Home = None,
-    spec: ui.SpecOption = None,
-    as_json: ui.AsJson = False,
-) -> None:
-    """Write model and optimizer of a sharded checkpoint as safetensors, as torch.distributed.checkpoint loads them.
-
-    DeepSpeed's ZeRO 1 to 3 is converted. `dlac checkpoint adopt` begins a run with `DistributedState` from the folder.
-    """
-    from dlac_pipeline.extensions.exchange.export import export_tensors
-
-    lakehouse, tiers = ui.places_of_run(run, spec, home)
-    ui.show_facts(asdict(export_tensors(lakehouse, tiers, out, step=step)), as_json=as_json)
-
-
-@ui.command(checkpoint, None, "dlac checkpoint identify weights.safetensors")
-def identify(
-    file: Annotated[
-        Path, Argument(help="File that `dlac checkpoint export` wrote, or a copy of it.", exists=True, dir_okay=False)
-    ],
-    home: ui.Home = None,
-    spec: ui.SpecOption = None,
-    as_json: ui.AsJson = False,
-) -> None:
-    """Identify the checkpoint of a file of weights, by its digest. `dlac sql` shows what it has consumed."""
-    from dlac_pipeline.checkpoint.listing import checkpoint_of_file
-
-    ui.show_facts(checkpoint_of_file(ui.lakehouse_of(spec, home), file), as_json=as_json)
-
-
-@ui.command(
-    checkpoint,
-    None,
-    "dlac checkpoint adopt job.toml /old/checkpoints",
-    "dlac checkpoint adopt job.toml /old/checkpoints --tag global_step400",
-)
-def adopt(
-    spec: ui.SpecFile,
-    folder: Annotated[
-        Path,
-        Argument(
-            help="Folder of a checkpoint of DeepSpeed, torch.distributed.checkpoint or Hugging Face.", exists=True
-        ),
-    ],
-    tag: Annotated[str | None, Option(help="DeepSpeed's tag. Unset: the tag in its file `latest`.")] = None,
-    home: ui.Home = None,
-) -> None:
-    """Begin the spec's run from a checkpoint that DLAC did not write. Its consumption stays unknown.
-
-    A checkpoint with more than tensors and plain values is refused. No code in it runs.
-    """
-    from dlac_pipeline.extensions.exchange.foreign import foreign_checkpoint
-    from dlac_pipeline.extensions.exchange.fork import adopt_checkpoint
-
-    job = ui.resolved(spec, home)
-    found = foreign_checkpoint(folder, tag=tag)
-    checkpoint_id = adopt_checkpoint(ui.lakehouse_of(spec, home, create=True), job, found)
-    ui.show_text(f"run {job.run} begins with checkpoint {checkpoint_id}, adopted from {found.origin}")

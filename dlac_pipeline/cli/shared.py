@@ -30,7 +30,6 @@ from dlac_pipeline.lakehouse.plain_json import strict_json
 from dlac_pipeline.spec.job_spec import JobSpec, home_folder, parse_spec, read_spec
 
 if TYPE_CHECKING:
-    from dlac_pipeline.checkpoint.store import Tiers
     from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
     from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 
@@ -214,14 +213,6 @@ def known_spec(lakehouse: "Lakehouse", run: str, spec: Path | None, home: Path |
     with suppress(NoSuchJobSpec):
         return spec_of_run(run, spec, home, lakehouse=lakehouse)
     return None
-
-
-def places_of_run(run: str, spec: Path | None, home: Path | None) -> tuple["Lakehouse", "Tiers"]:
-    """Return the lakehouse, and the places of the run's checkpoints."""
-    from dlac_pipeline.checkpoint.store import tiers_of
-
-    lakehouse = lakehouse_of(spec, home)
-    return lakehouse, tiers_of(spec_of_run(run, spec, home, lakehouse=lakehouse))
 
 
 def bar_columns(*facts: progress.ProgressColumn) -> tuple[progress.ProgressColumn, ...]:

@@ -125,7 +125,9 @@ def test_unknown_command_suggests_extension() -> None:
     assert "Train a run to its end" in CliRunner().invoke(app, ["train", "--help"]).output
 
 
-@pytest.mark.parametrize(("name", "meant"), [("verify", "checkpoint verify"), ("register", "table register")])
+@pytest.mark.parametrize(
+    ("name", "meant"), [("verify", "checkpoint verify"), ("register", "table register"), ("adopt", "checkpoint adopt")]
+)
 def test_command_of_group_is_suggested(name: str, meant: str) -> None:
     """A name that only a group has is refused with the group before it."""
     assert f"No such command {name!r}. Did you mean {meant!r}?" in CliRunner().invoke(app, [name]).output
