@@ -25,8 +25,8 @@ from dlac_pipeline.audit.lakehouse_sql import (
     rows_of,
 )
 from dlac_pipeline.audit.losses import read_losses
-from dlac_pipeline.audit.plots import draw_coverage, draw_goodput, draw_losses
 from dlac_pipeline.audit.table import audit_table
+from dlac_pipeline.extensions.pictures.plots import draw_coverage, draw_goodput, draw_losses
 from dlac_pipeline.lakehouse.errors import NoSuchRun
 from dlac_pipeline.lakehouse.iceberg import own_rows
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger

@@ -1,0 +1,1 @@
+"""Pictures of a run for pages: of its model in Dagster, and of a report."""
