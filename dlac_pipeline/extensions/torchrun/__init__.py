@@ -1,0 +1,1 @@
+"""torchrun with the rendezvous of DLAC."""
