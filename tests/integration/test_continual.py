@@ -13,8 +13,8 @@ from dlac_pipeline.dagster import Recovery, TrainingRun, training_runs
 from dlac_pipeline.dagster.components.training_run import build_runs_of
 from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG, PREEMPTED_TAG, RUN_TAG, STEPPED_ASIDE_TAG
 from dlac_pipeline.dagster.sensors import continual
+from dlac_pipeline.dagster.sensors.pending_work import due
 from dlac_pipeline.dagster.training_runs import model_key, plan_key
-from dlac_pipeline.operations.pending_work import due
 from dlac_pipeline.operations.rewind import rewind_run
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec

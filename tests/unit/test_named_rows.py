@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from pyiceberg import types as ice
 from pyiceberg.schema import Schema
 
+from dlac_pipeline.extensions.replay.named_rows import filter_of_rows
 from dlac_pipeline.lakehouse.filters.conditions import IsAmong
 from dlac_pipeline.lakehouse.filters.grammar import parse_filter
-from dlac_pipeline.lakehouse.filters.named_rows import filter_of_rows
 
 KEY = UUID("12345678-1234-5678-1234-567812345678")
 EACH: list[tuple[ice.IcebergType, Any, str]] = [

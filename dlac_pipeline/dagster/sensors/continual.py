@@ -19,8 +19,8 @@ from dlac_pipeline.lakehouse.errors import DlacError, RunBusy
 from dlac_pipeline.spec.job_spec import JobSpec
 
 if TYPE_CHECKING:
+    from dlac_pipeline.dagster.sensors.pending_work import Due
     from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
-    from dlac_pipeline.operations.pending_work import Due
 
 DUE_TAG = "dlac/due"
 """Tag of a requested run: its pending work, and the head at that moment (see `due_key`)."""
@@ -96,8 +96,8 @@ def _trainers(instance: dg.DagsterInstance) -> dict[str, str]:
 def _look(
     instance: dg.DagsterInstance, spec: JobSpec, trainers: Callable[[], Mapping[str, str]], log: logging.Logger
 ) -> "tuple[JobSpec, Due] | str":
+    from dlac_pipeline.dagster.sensors.pending_work import due
     from dlac_pipeline.lakehouse.iceberg.connect import connect
-    from dlac_pipeline.operations.pending_work import due
 
     if not any(source.follow == "appends" for source in spec.sources):
         return f"{spec.run} follows no table"
