@@ -20,13 +20,13 @@ from pathlib import Path
 from statistics import median, quantiles
 
 from benchmarks.figures import Figure, report
+from dlac_pipeline.extensions.upkeep.upkeep import run_upkeep
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.commits import Attempt, claim, commit_checkpoint
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, AdvanceRow, CheckpointRow, LedgerRow
 from dlac_pipeline.lakehouse.maintenance import expiry
-from dlac_pipeline.lakehouse.maintenance.upkeep import run_upkeep
 
 _RUNS, _ADVANCES, _UPKEEP_EVERY = 4, 64, 500
 

@@ -43,7 +43,7 @@ def own_tables_in_order(
     context: dg.OpExecutionContext, config: UpkeepConfig, lakehouse: LakehouseResource
 ) -> dg.Output[None]:
     """A table of what was done, one row per table of DLAC's."""
-    from dlac_pipeline.lakehouse.maintenance.upkeep import run_upkeep
+    from dlac_pipeline.extensions.upkeep.upkeep import run_upkeep
 
     done = run_upkeep(lakehouse.lakehouse(), keep=config.keep_snapshots)
     for each in done:

@@ -15,6 +15,7 @@ from pyiceberg.exceptions import CommitFailedException
 from pyiceberg.table import CommitTableResponse
 from requests import ConnectionError as ConnectionAborted
 
+from dlac_pipeline.extensions.upkeep.upkeep import run_upkeep
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import CommitConflict, Fenced, SteppedAside
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
@@ -23,7 +24,6 @@ from dlac_pipeline.lakehouse.iceberg.snapshots import is_pinned, snapshot_of
 from dlac_pipeline.lakehouse.ledger.commits import Attempt, claim, commit_checkpoint
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
-from dlac_pipeline.lakehouse.maintenance.upkeep import run_upkeep
 from tests.conftest import source_rows
 from tests.object_store import object_store
 from tests.postgres_server import needs_postgres, postgres

@@ -22,13 +22,13 @@ import torch
 
 import dlac_pipeline as dlac
 import dlac_pipeline.lakehouse.retrying
+from dlac_pipeline.extensions.upkeep.upkeep import MIN_FILES, run_upkeep
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.lakehouse.ledger.commits import Attempt, claim, commit_checkpoint
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import fence_of_rows
 from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow, CheckpointRow, LedgerRow, RetireRow
-from dlac_pipeline.lakehouse.maintenance.upkeep import MIN_FILES, run_upkeep
 from tests.conftest import wait_until
 from tests.forked import Forked
 from tests.postgres_server import needs_postgres, postgres

@@ -22,7 +22,7 @@ from dlac_pipeline.checkpoint.listing import list_checkpoints
 from dlac_pipeline.dagster.failures import RUN_TAG
 from dlac_pipeline.dagster.sensors.continual import DUE_TAG, due_key
 from dlac_pipeline.dagster.sensors.pending_work import due
-from dlac_pipeline.lakehouse.iceberg.pins import list_pins
+from dlac_pipeline.extensions.upkeep.pins import list_pins
 from dlac_pipeline.lakehouse.ledger.typed_rows import LegRow
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.spec.job_spec import JobSpec, read_spec

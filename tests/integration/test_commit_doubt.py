@@ -9,6 +9,7 @@ from pyiceberg.exceptions import CommitFailedException
 from pyiceberg.table import CommitTableResponse, Table
 from sqlalchemy.exc import OperationalError
 
+from dlac_pipeline.extensions.upkeep.upkeep import run_upkeep
 from dlac_pipeline.lakehouse.errors import CommitConflict, CommitOutcomeUnknown, Fenced
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.lakehouse.ledger.commits import Attempt, claim, commit_checkpoint
@@ -16,7 +17,6 @@ from dlac_pipeline.lakehouse.ledger.ledger import Append, Ledger, RunState
 from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of, write_recovery
 from dlac_pipeline.lakehouse.ledger.run_rows import Fence
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, LegRow
-from dlac_pipeline.lakehouse.maintenance.upkeep import run_upkeep
 from tests.small_records import small_recovery
 
 if TYPE_CHECKING:

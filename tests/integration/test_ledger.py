@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from dlac_pipeline.extensions.upkeep.upkeep import compact
 from dlac_pipeline.lakehouse.config import KEEP_SNAPSHOTS
 from dlac_pipeline.lakehouse.errors import Fenced, HeadMoved, NoSuchCheckpoint, RowsBetween, RunFinished, SteppedAside
 from dlac_pipeline.lakehouse.iceberg.connect import connect
@@ -31,7 +32,6 @@ from dlac_pipeline.lakehouse.ledger.typed_rows import (
     NameRow,
     QuarantinedCheckpointRow,
 )
-from dlac_pipeline.lakehouse.maintenance.upkeep import compact
 
 if TYPE_CHECKING:
     from tests.conftest import Arena

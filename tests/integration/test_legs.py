@@ -12,8 +12,8 @@ from pyiceberg.io.pyarrow import _dataframe_to_data_files
 
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.audit.lakehouse_sql import open_audit
+from dlac_pipeline.extensions.upkeep.pins import list_pins
 from dlac_pipeline.lakehouse.errors import AppendHistoryLost, DataFileUnreadable, NoProgress, ResumeMismatch
-from dlac_pipeline.lakehouse.iceberg.pins import list_pins
 from dlac_pipeline.lakehouse.ledger.commits import Attempt, claim, commit_checkpoint
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, LegRow, QuarantinedRowsRow
 from dlac_pipeline.plan.legs.choice import first_leg

@@ -14,13 +14,13 @@ import yaml
 
 import dlac_pipeline as dlac
 from dlac_pipeline.audit.audit import audit_run
+from dlac_pipeline.extensions.upkeep.upkeep import run_upkeep
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import CatalogUnreachable
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.commits import claim
 from dlac_pipeline.lakehouse.ledger.ledger import Append, Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import NameRow
-from dlac_pipeline.lakehouse.maintenance.upkeep import run_upkeep
 from dlac_pipeline.plan.legs.choice import first_leg
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.plan.planner import make_plan

@@ -21,6 +21,7 @@ import dlac_pipeline
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.checkpoint.commit import coordinator
 from dlac_pipeline.extensions.rebuild.rebuild import rebuild_ledger
+from dlac_pipeline.extensions.upkeep.upkeep import run_upkeep
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import CatalogUnreachable, LedgerOlderThanStore
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
@@ -30,7 +31,6 @@ from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.older_ledger import check_journal, commit_marked, newer_in_store
 from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
-from dlac_pipeline.lakehouse.maintenance.upkeep import run_upkeep
 from dlac_pipeline.lakehouse.store_files import StoreFiles
 from dlac_pipeline.operations.rewind import rewind_run
 from dlac_pipeline.operations.status import run_status

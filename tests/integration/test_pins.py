@@ -13,10 +13,11 @@ from pyiceberg.catalog.sql import SqlCatalog
 from pyiceberg.exceptions import ForbiddenError, RESTError, UnauthorizedError
 from pyiceberg.io.pyarrow import schema_to_pyarrow
 
+from dlac_pipeline.extensions.upkeep.pins import list_pins, pins_table
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import CatalogUnreachable, NoSuchSnapshot, NoSuchTable, PinLost, SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
-from dlac_pipeline.lakehouse.iceberg.pins import hold, list_pins, pins_table, release_pins, remove_pin
+from dlac_pipeline.lakehouse.iceberg.pins import hold, release_pins, remove_pin
 from dlac_pipeline.lakehouse.iceberg.safe_commit import GuardedSqlCatalog
 from dlac_pipeline.lakehouse.iceberg.snapshots import is_pinned, pin, pin_tag
 from dlac_pipeline.lakehouse.ledger.plans import PlanRow

@@ -16,6 +16,7 @@ from pyiceberg.schema import Schema
 
 from dlac_pipeline.checkpoint.restore.resume_point import FreshStart
 from dlac_pipeline.dagster.assets.pages import model_page
+from dlac_pipeline.extensions.upkeep.upkeep import MIN_FILES, run_upkeep
 from dlac_pipeline.lakehouse.errors import CatalogUnreachable, LedgerError
 from dlac_pipeline.lakehouse.iceberg import own_rows
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect, equals
@@ -29,7 +30,6 @@ from dlac_pipeline.lakehouse.ledger.recoveries import (
     write_recovery,
 )
 from dlac_pipeline.lakehouse.ledger.schemas import RECOVERIES
-from dlac_pipeline.lakehouse.maintenance.upkeep import MIN_FILES, run_upkeep
 from dlac_pipeline.supervise import recovery_recorder
 from dlac_pipeline.supervise.attempt_monitor import AttemptMonitor
 from dlac_pipeline.supervise.failure import planned_end

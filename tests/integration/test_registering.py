@@ -20,6 +20,7 @@ from dlac_pipeline.dagster.maintenance import build_registration_sensor, registe
 from dlac_pipeline.dagster.resources import LakehouseResource
 from dlac_pipeline.extensions.erasure.forget import plan_forget
 from dlac_pipeline.extensions.registration.register import register, registered_tables
+from dlac_pipeline.extensions.upkeep.upkeep import run_upkeep
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import (
     DataFileChanged,
@@ -28,7 +29,6 @@ from dlac_pipeline.lakehouse.errors import (
     SpecInvalid,
 )
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
-from dlac_pipeline.lakehouse.maintenance.upkeep import run_upkeep
 from dlac_pipeline.plan.planner import make_plan
 from tests.conftest import Arena
 from tests.object_store import Network, ObjectStore

@@ -14,6 +14,7 @@ import pytest
 from pyiceberg.catalog.sql import SqlCatalog
 from pyiceberg.table import CommitTableResponse
 
+from dlac_pipeline.extensions.upkeep.upkeep import MIN_FILES, compact, run_upkeep
 from dlac_pipeline.lakehouse.config import KEEP_SNAPSHOTS
 from dlac_pipeline.lakehouse.errors import CommitConflict, LakehouseError, LedgerOlderThanStore
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
@@ -22,7 +23,7 @@ from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.schemas import TABLES
 from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow, CheckpointRow, LedgerRow
 from dlac_pipeline.lakehouse.maintenance.expiry import expire
-from dlac_pipeline.lakehouse.maintenance.upkeep import MIN_FILES, compact, remove_orphans, run_upkeep
+from dlac_pipeline.lakehouse.maintenance.orphans import remove_orphans
 from dlac_pipeline.lakehouse.retrying import retrying
 from jobs.definitions import defs
 
@@ -312,7 +313,7 @@ def test_busy_table_is_left_for_later(ledger: Ledger, monkeypatch: pytest.Monkey
         raise CommitConflict("somebody else was faster")
 
     monkeypatch.setattr(SqlCatalog, "commit_table", refused)
-    monkeypatch.setattr("dlac_pipeline.lakehouse.maintenance.upkeep.retrying", partial(retrying, 0.5))
+    monkeypatch.setattr("dlac_pipeline.extensions.upkeep.upkeep.retrying", partial(retrying, 0.5))
     (busy,) = [each for each in run_upkeep(ledger.lakehouse) if each.busy]
     assert (busy.table, busy.merged_files) == ("consumption", 0)
     monkeypatch.undo()

@@ -10,10 +10,11 @@ from pyiceberg.catalog.noop import NoopCatalog
 from pyiceberg.catalog.sql import SqlCatalog
 
 from dlac_pipeline.checkpoint.store import tiers_of
+from dlac_pipeline.extensions.upkeep.pins import list_pins
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import CatalogMisconfigured, CommitConflict, NoSuchSnapshot
 from dlac_pipeline.lakehouse.iceberg.connect import connect
-from dlac_pipeline.lakehouse.iceberg.pins import hold, list_pins
+from dlac_pipeline.lakehouse.iceberg.pins import hold
 from dlac_pipeline.lakehouse.iceberg.safe_commit import CommitGuard, GuardedSqlCatalog, guarded_catalog
 from dlac_pipeline.lakehouse.iceberg.snapshots import snapshot_of
 from dlac_pipeline.lakehouse.named_catalogs import configured

@@ -22,7 +22,7 @@ from dlac_pipeline.lakehouse.ledger.journal import Journal
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
 from dlac_pipeline.lakehouse.maintenance.expiry import UPKEEP_OF_SNAPSHOT, committing, expire
-from dlac_pipeline.lakehouse.maintenance.upkeep import remove_orphans
+from dlac_pipeline.lakehouse.maintenance.orphans import remove_orphans
 from dlac_pipeline.lakehouse.retrying import retrying
 
 _FILES = 64

@@ -5,26 +5,24 @@ One checkpoint is one data file, so that a run of weeks has tens of thousands, a
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import accumulate
 from typing import Any
 
 import pyarrow as pa
-from pyiceberg.catalog import MetastoreCatalog
 from pyiceberg.expressions import AlwaysTrue
 from pyiceberg.io.pyarrow import ArrowScan, _dataframe_to_data_files, schema_to_pyarrow
 from pyiceberg.table import FileScanTask, Table
 
 from dlac_pipeline.lakehouse.config import KEEP_SNAPSHOTS
-from dlac_pipeline.lakehouse.errors import CommitConflict, LakehouseError
+from dlac_pipeline.lakehouse.errors import CommitConflict
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, reachable
-from dlac_pipeline.lakehouse.iceberg.metadata_files import METADATA, TableFolder
 from dlac_pipeline.lakehouse.iceberg.own_rows import decoding, own_files
 from dlac_pipeline.lakehouse.ledger.older_ledger import check_journal
-from dlac_pipeline.lakehouse.ledger.schemas import TABLES, ledger_uuid_of
+from dlac_pipeline.lakehouse.ledger.schemas import TABLES
 from dlac_pipeline.lakehouse.maintenance.expiry import UPKEEP_OF_SNAPSHOT, LeanTransaction, expire, expire_in
+from dlac_pipeline.lakehouse.maintenance.orphans import remove_orphans
 from dlac_pipeline.lakehouse.retrying import as_commit_conflict, retrying
 
 SMALL_BYTES = 16 * 2**20
@@ -107,85 +105,6 @@ def _rewrite(table: Table, tasks: Sequence[FileScanTask]) -> Merged:
                 overwrite.append_data_file(file)
         expire_in(transaction)
     return Merged(files=len(tasks), into=len(files))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Removed:
-    """Number of deleted files, and their bytes."""
-
-    files: int = 0
-    bytes: int = 0
-
-
-def remove_orphans(lakehouse: Lakehouse, name: str, *, checked: bool = False) -> Removed:
-    """Delete files of an own table that no retained snapshot names. Raises as `run_upkeep`, and `CommitConflict`.
-
-    `checked`: the ledger is known to be the newest. Newer files would be the only copy of lost commits.
-    """
-    if name == "consumption" and not checked:
-        check_journal(lakehouse)
-    folder = TableFolder(lakehouse.own(name))
-    try:
-        return _remove(lakehouse, name, folder)
-    except OSError as err:
-        raise LakehouseError(f"expected to list and delete files of table {name!r}, found {err}") from err
-
-
-def _remove(lakehouse: Lakehouse, name: str, folder: TableFolder) -> Removed:
-    own_metadata = isinstance(lakehouse.catalog, MetastoreCatalog)  # those of a REST catalog only its server knows
-    listed = {path: info for path, info in folder.files().items() if own_metadata or not path.endswith(METADATA)}
-    if not listed.keys() - lakehouse.look(name, partial(_named, folder)):
-        return Removed()
-    _move_main(lakehouse, name)
-    orphans = listed.keys() - lakehouse.look(name, partial(_named, folder))
-    _check_foreign(folder, orphans, lakehouse.own(name))
-    gone = [listed[path] for path in sorted(orphans) if folder.delete(path)]
-    return Removed(files=len(gone), bytes=sum(info.size or 0 for info in gone))
-
-
-def _move_main(lakehouse: Lakehouse, name: str) -> None:
-    """Commit a snapshot that changes nothing: a commit that was built on an earlier read of the table then fails."""
-
-    def once() -> None:
-        table = lakehouse.own(name)
-        with reachable(lakehouse.config.uri), as_commit_conflict(), LeanTransaction(table) as transaction:
-            transaction.update_snapshot(snapshot_properties={UPKEEP_OF_SNAPSHOT: "orphans"}).fast_append().commit()
-
-    retrying()(once)
-
-
-def _named(folder: TableFolder, table: Table) -> set[str]:
-    return {folder.path(location) for location in _locations(table)}
-
-
-def _check_foreign(folder: TableFolder, orphans: set[str], table: Table) -> None:
-    """Raise `LakehouseError` if another table with rows is stored here, such as one whose catalog was lost."""
-    for path in orphans:
-        found = folder.metadata(path) if path.endswith(METADATA) else {}
-        if found.get("snapshots") and found.get("table-uuid") not in (
-            str(table.metadata.table_uuid),
-            ledger_uuid_of(table),
-        ):
-            raise LakehouseError(
-                f"expected the files of one table in {folder.folders!r}, found those of table {found.get('table-uuid')}, "
-                f"too, in {path!r}: nothing was deleted; register that table in a catalog, or move its files away"
-            )
-
-
-def _locations(table: Table) -> Iterator[str]:
-    yield table.metadata_location
-    yield from (entry.metadata_file for entry in table.metadata.metadata_log)
-    seen = set()
-    for snapshot in table.metadata.snapshots:
-        yield snapshot.manifest_list
-        with decoding(table, snapshot.manifest_list):
-            manifests = [each for each in snapshot.manifests(table.io) if each.manifest_path not in seen]
-        for manifest in manifests:
-            seen.add(manifest.manifest_path)
-            yield manifest.manifest_path
-            with decoding(table, manifest.manifest_path):
-                files = [entry.data_file for entry in manifest.fetch_manifest_entry(table.io)]
-            yield from (each.file_path for each in own_files(table, files))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

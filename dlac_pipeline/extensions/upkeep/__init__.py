@@ -1,0 +1,1 @@
+"""Upkeep of tables, apart from runs."""
