@@ -14,10 +14,10 @@ from benchmarks.pairs_lab.log import Step
 from benchmarks.pairs_lab.scene import Scene
 from benchmarks.programs.pairs_rank import digest_of
 from dlac_pipeline.audit.audit import audit_run
-from dlac_pipeline.audit.seen import who_has_seen
 from dlac_pipeline.checkpoint.store import tiers_of
 from dlac_pipeline.extensions.erasure.certificate import certify, differences, is_signed, make_key
 from dlac_pipeline.extensions.erasure.execution import execute_forget
+from dlac_pipeline.extensions.erasure.seen import who_has_seen
 from dlac_pipeline.extensions.exchange.export import export_weights
 from dlac_pipeline.extensions.rebuild.rebuild import rebuild_ledger
 from dlac_pipeline.lakehouse.config import LakehouseConfig

@@ -177,7 +177,7 @@ def seen(
     as_json: ui.AsJson = False,
 ) -> None:
     """Show who has seen a document: checkpoints that consumed its row, also after its files were deleted (source.row_keys)."""
-    from dlac_pipeline.audit.seen import who_has_seen
+    from dlac_pipeline.extensions.erasure.seen import who_has_seen
 
     report = who_has_seen(ui.lakehouse_of(spec, home), key, table=table, run=run)
     if as_json:

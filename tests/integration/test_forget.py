@@ -17,11 +17,11 @@ from pyiceberg.table import Table
 
 from dlac_pipeline import TorchState
 from dlac_pipeline.audit.audit import audit_run
-from dlac_pipeline.audit.seen import who_has_seen
 from dlac_pipeline.checkpoint.store import folder_of
 from dlac_pipeline.extensions.erasure.certificate import certify, differences, is_signed, make_key
 from dlac_pipeline.extensions.erasure.execution import execute_forget
 from dlac_pipeline.extensions.erasure.forget import ForgetPlan, plan_forget
+from dlac_pipeline.extensions.erasure.seen import who_has_seen
 from dlac_pipeline.extensions.erasure.traces import erase_traces
 from dlac_pipeline.extensions.exchange.fork import fork_run
 from dlac_pipeline.lakehouse.errors import NoSuchColumn, NoSuchTable, SpecInvalid

@@ -18,7 +18,7 @@ from pyiceberg.schema import Schema
 from pyiceberg.types import LongType, NestedField, StringType, UUIDType
 
 from dlac_pipeline.audit.lakehouse_sql import open_audit
-from dlac_pipeline.audit.seen import who_has_seen
+from dlac_pipeline.extensions.erasure.seen import who_has_seen
 from dlac_pipeline.extensions.upkeep import upkeep
 from dlac_pipeline.lakehouse.errors import DataFileUnreadable, NoSuchRun, SpecInvalid
 from dlac_pipeline.lakehouse.iceberg import own_rows
