@@ -1,4 +1,4 @@
-"""Questions about data: SQL, the rows of a step, and who has seen a document."""
+"""Questions about data: SQL, and the rows of a step."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 _TEXT_LENGTH = 80
-_SEEN = ("run", "checkpoint_id", "last_step", "pass", "source_table", "file_path", "row", "whole", "survives", "forks")
 _CELLS = ("rank", "node", "slot", "source_table", "file_path", "row_group", "row")
 
 
@@ -165,29 +164,6 @@ def show_step_rows(
         for place, each in enumerate(rows)
     ]
     ui.show_table(names, cells, right=("loss", "rank", "slot", "row group", "row"), empty=empty)
-
-
-@ui.command(app, ui.AUDIT, "dlac seen 4711", "dlac seen 2024-01-01 en --table lake.docs --run my-run")
-def seen(
-    key: Annotated[list[str], Argument(help="Value of each identity column, in their order, or the v3 row id.")],
-    table: Annotated[str | None, Option(help="Only documents of this source table.")] = None,
-    run: Annotated[str | None, Option(help="Only checkpoints of this run, and of those it was forked from.")] = None,
-    home: ui.Home = None,
-    spec: ui.SpecOption = None,
-    as_json: ui.AsJson = False,
-) -> None:
-    """Show who has seen a document: checkpoints that consumed its row, also after its files were deleted (source.row_keys)."""
-    from dlac_pipeline.extensions.erasure.seen import who_has_seen
-
-    report = who_has_seen(ui.lakehouse_of(spec, home), key, table=table, run=run)
-    if as_json:
-        ui.show_json(report)
-        return
-    cells = [[str(ui.format_fact(name, each[name])) for name in _SEEN] for each in report["seen_by"]]
-    names = [name.removesuffix("_id").replace("_", " ") for name in _SEEN]
-    ui.show_table(names, cells, right=("pass", "last step", "row"), empty="\n".join(report["notes"]))
-    for note in report["notes"] if cells else ():
-        ui.show_text(note)
 
 
 def _start_of(text: str) -> str:

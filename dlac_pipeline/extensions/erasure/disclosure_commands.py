@@ -16,6 +16,7 @@ PANEL = "Audit"
 passport = typer.Typer(
     help="Group: passports of exported weights, which answer whether a document was trained on.", no_args_is_help=True
 )
+_SEEN = ("run", "checkpoint_id", "last_step", "pass", "source_table", "file_path", "row", "whole", "survives", "forks")
 _Export = Annotated[
     Path, Argument(help="File or folder that `dlac checkpoint export` wrote, or a copy of it.", exists=True)
 ]
@@ -46,6 +47,29 @@ def summary(
     else:
         ledger = ".".join(lakehouse.own("consumption").name())
         sys.stdout.write(ui.terminal_text(write_summary(runs, form, provenance=f"DLAC, table {ledger}")))
+
+
+@ui.extension_command("dlac seen 4711", "dlac seen 2024-01-01 en --table lake.docs --run my-run")
+def seen(
+    key: Annotated[list[str], Argument(help="Value of each identity column, in their order, or the v3 row id.")],
+    table: Annotated[str | None, Option(help="Only documents of this source table.")] = None,
+    run: Annotated[str | None, Option(help="Only checkpoints of this run, and of those it was forked from.")] = None,
+    home: ui.Home = None,
+    spec: ui.SpecOption = None,
+    as_json: ui.AsJson = False,
+) -> None:
+    """Show who has seen a document: checkpoints that consumed its row, also after its files were deleted (source.row_keys)."""
+    from dlac_pipeline.extensions.erasure.seen import who_has_seen
+
+    report = who_has_seen(ui.lakehouse_of(spec, home), key, table=table, run=run)
+    if as_json:
+        ui.show_json(report)
+        return
+    cells = [[str(ui.format_fact(name, each[name])) for name in _SEEN] for each in report["seen_by"]]
+    names = [name.removesuffix("_id").replace("_", " ") for name in _SEEN]
+    ui.show_table(names, cells, right=("pass", "last step", "row"), empty="\n".join(report["notes"]))
+    for note in report["notes"] if cells else ():
+        ui.show_text(note)
 
 
 @ui.command(passport, None, "dlac passport write weights.safetensors")
