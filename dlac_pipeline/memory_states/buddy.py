@@ -44,11 +44,9 @@ class BuddyCopies:
         copied_at, failing_since = time.monotonic(), 0.0
         while not ended.wait(self._look_s):
             try:
-                found = self._find_new()
-                if found is None:
+                if not self.copy_new():
                     self._look_s = min(_MOST_LOOK_S, self._look_s * _SLOWER)
                     continue
-                self._copy(*found)
             except Exception as err:  # the ranks wait for copies
                 failing_since = failing_since or time.monotonic()
                 if self._buddy is not None and time.monotonic() < failing_since + patience_s:
@@ -64,6 +62,13 @@ class BuddyCopies:
                 now, failing_since, self._is_alone = time.monotonic(), 0.0, False
                 self._look_s = min(_MOST_LOOK_S, max(_LEAST_LOOK_S, (now - copied_at) / _LOOKS_PER_STATE))
                 copied_at = now
+
+    def copy_new(self) -> bool:
+        """Copy the newest state that is not copied. Return whether there is one. Raise `OSError` if that fails."""
+        found = self._find_new()
+        if found is not None:
+            self._copy(*found)
+        return found is not None
 
     def _find_new(self) -> tuple[Path, int, _Mark] | None:
         """Return the newest of the slots that all ranks of this node have sealed after the same step, and that are not noted."""

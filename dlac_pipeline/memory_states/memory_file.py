@@ -41,7 +41,7 @@ class MemoryFile:
 
     def overwrite(self, state: Any) -> int:
         """Write a state, and return its size. The file has this size only afterwards. Raise `OSError` if memory is full."""
-        self._wait_for_mapper()
+        self.wait_for_pages()
         self._bytes, self._failure = 0, None
         self._usable_bytes = min(len(self._pages), os.fstat(self._descriptor).st_size)
         write_content(state, self)
@@ -78,18 +78,19 @@ class MemoryFile:
 
     def close(self) -> None:
         """Unmap and close the file."""
-        self._wait_for_mapper()
+        self.wait_for_pages()
         self._pages = np.empty(0, np.uint8)
         os.close(self._descriptor)
 
     def free(self) -> None:
         """Free the memory of the file, also if a forked process still has it open, and close it."""
-        self._wait_for_mapper()
+        self.wait_for_pages()
         with suppress(OSError):
             os.ftruncate(self._descriptor, 0)
         self.close()
 
-    def _wait_for_mapper(self) -> None:
+    def wait_for_pages(self) -> None:
+        """Wait until the pages of the last content are mapped."""
         if self._mapper is not None:
             self._mapper.join()
             self._mapper = None

@@ -303,7 +303,7 @@ class MemorySaves:
 
     def _state_here(self, engine: Engine) -> int:
         """Return about the bytes of a state on this node, and of its copy for the node whose buddy it is."""
-        whole, shard = _bytes_of_state(engine)
+        whole, shard = bytes_of_state(engine)
         return whole + shard * self._communicator.ranks_here * (1 + self._has_buddy)
 
     def _sealed(self, engine: Engine, files: list[tuple[str, int]], rows: int) -> states.RankState:
@@ -336,7 +336,7 @@ def _trained(tracker: ReaderStateTracker) -> states.Trained:
     )
 
 
-def _bytes_of_state(engine: Engine) -> tuple[int, int]:
+def bytes_of_state(engine: Engine) -> tuple[int, int]:
     """Return about the bytes of a state for the parameters that each rank has whole, and for this rank's shards of the rest.
 
     A user's adapter may name no parameters.

@@ -55,7 +55,7 @@ def read_memory(point: ResumePoint, order: LegOrder) -> RestoredMemory | None:
             f"expected the memory state of step {point.step} {place}, found another one or none: start the run again with "
             "`dlac train`, unless a supervisor does"
         )
-    with _losing(state):
+    with lose_if_unreadable(state):
         cursors = agreed_reader_state(order, state.votes(), point.step)
     return RestoredMemory(
         state=state,
@@ -83,9 +83,9 @@ def load_state(
     """
     if memory is None:
         return load_checkpoint(engine, point, spec, tree, restores=restores)
-    with _losing(memory.state, loads=engine):
+    with lose_if_unreadable(memory.state, loads=engine):
         spent = load_checkpoint(engine, point, spec, tree, restores=restores)
-    with _losing(memory.state):
+    with lose_if_unreadable(memory.state):
         with failing_together(tree, doing="checking the state from memory"):
             if (
                 memory.state.first.world_size == tree.world_size
@@ -99,7 +99,7 @@ def load_state(
 
 
 @contextmanager
-def _losing(state: MemoryState, *, loads: Engine | None = None) -> Iterator[None]:
+def lose_if_unreadable(state: MemoryState, *, loads: Engine | None = None) -> Iterator[None]:
     """Turn a failure into `MemoryStateLost`, and remove the states of that attempt.
 
     They stay if another rank was lost, or if a state that an engine `loads` is whole: it does not fit the script, which may be

@@ -58,7 +58,7 @@ class Forgery:
         names, ledger, cuts = [], [], []
         for of, change, slices in forgeries:
             names.append(f"forged{next(self.names)}")
-            rows, cut = self._forged(names[-1], of, change, slices)
+            rows, cut = self.forged(names[-1], of, change, slices)
             ledger += rows
             cuts += cut
         if cuts:
@@ -66,7 +66,7 @@ class Forgery:
         self.append_rows("consumption", ledger)
         return names
 
-    def _forged(self, name: str, of: str, change: Change, slices: Change | None) -> tuple[list[Columns], list[Columns]]:
+    def forged(self, name: str, of: str, change: Change, slices: Change | None) -> tuple[list[Columns], list[Columns]]:
         """Return the ledger rows of a forged run, and the rows of its cut."""
 
         def renamed(value: str | None) -> str | None:

@@ -99,8 +99,8 @@ class HandTable:
         path = self._path("data.parquet")
         pq.write_table(written, path, row_group_size=row_group_rows, write_statistics=footer)
         found = self._statistics(path, schema) if statistics else {"record_count": len(rows), "split_offsets": None}
-        file = self._file(path, DataFileContent.DATA, partition, **found, first_row_id=row_id)
-        self._commit([file], spec, sequence)
+        file = self.file(path, DataFileContent.DATA, partition, **found, first_row_id=row_id)
+        self.commit([file], spec, sequence)
         self._note(file, spec, partition)
         return path
 
@@ -126,8 +126,8 @@ class HandTable:
             }
         if referenced:
             (more["referenced_data_file"],) = deletes
-        file = self._file(path, DataFileContent.POSITION_DELETES, partition, **more)
-        self._commit([file], spec, sequence)
+        file = self.file(path, DataFileContent.POSITION_DELETES, partition, **more)
+        self.commit([file], spec, sequence)
         self._note(file, spec, partition)
         return path
 
@@ -151,8 +151,8 @@ class HandTable:
         pq.write_table(rows.cast(arrow), path)
         equality_ids = [one.field_id for one in fields]
         more = {"record_count": len(rows), "equality_ids": equality_ids}
-        file = self._file(path, DataFileContent.EQUALITY_DELETES, partition, **more)
-        self._commit([file], spec, sequence)
+        file = self.file(path, DataFileContent.EQUALITY_DELETES, partition, **more)
+        self.commit([file], spec, sequence)
         self._note(file, spec, partition, columns=tuple(rows.column_names))
         return path
 
@@ -174,11 +174,11 @@ class HandTable:
                 "content_offset": offset,
                 "content_size_in_bytes": len(blob),
             }
-            files.append(self._file(path, DataFileContent.POSITION_DELETES, (), **more, file_format=file_format))
+            files.append(self.file(path, DataFileContent.POSITION_DELETES, (), **more, file_format=file_format))
             named.append(named_blob(offset, len(blob)))
             offset += len(blob)
         Path(path).write_bytes(b"PFA1" + b"".join(blobs.values()) + puffin_footer(named))
-        self._commit(files, 0, sequence)
+        self.commit(files, 0, sequence)
         self._note(files[0], 0, (), positions=deletes)
         return path
 
@@ -231,7 +231,8 @@ class HandTable:
         )
         return found.to_serialized_dict()
 
-    def _file(self, path: str, content: DataFileContent, partition: tuple[Any, ...], **more: Any) -> DataFile:
+    def file(self, path: str, content: DataFileContent, partition: tuple[Any, ...], **more: Any) -> DataFile:
+        """Return a file's entry of a manifest."""
         more = {"file_format": FileFormat.PARQUET, "file_size_in_bytes": 1, **more}
         return DataFile.from_args(
             _table_format_version=3, content=content, file_path=path, partition=Record(*partition), **more
@@ -243,9 +244,10 @@ class HandTable:
             Written(path=file.file_path, sequence=self._last, content=file.content, partition=where, **more)
         )
 
-    def _commit(
+    def commit(
         self, files: list[DataFile], spec: int, sequence: int | None, removed: Sequence[ManifestEntry] = ()
     ) -> None:
+        """Add a snapshot with more files."""
         self.sequence += 1
         self._last = self.sequence if sequence is None else sequence
         snapshot_id = 1000 + self.sequence

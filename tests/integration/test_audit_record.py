@@ -34,7 +34,7 @@ _OTHERS = [pytest.param(kind, marks=pytest.mark.soak) for kind in sorted(KINDS.k
 def _parts(workshop: Workshop, of: str, change: Change = unchanged) -> tuple[str, list[list[Columns]]]:
     """Return the name of a forged run, and its rows in parts that end with a checkpoint each: the first is in the ledger."""
     name = f"forged{next(workshop.names)}"
-    rows, _ = workshop._forged(name, of, change, None)
+    rows, _ = workshop.forged(name, of, change, None)
     ends = [row["seq"] for row in rows_named(rows, "checkpoint")]
     bounds = [0, *ends[2 :: max(1, len(ends) // 4)], rows[-1]["seq"]]
     parts = [[row for row in rows if low < row["seq"] <= high] for low, high in pairwise(bounds)]
@@ -79,7 +79,7 @@ FORGED: dict[str, Callable[[Callable[[Columns], bool]], Change]] = {
 def test_forgery_after_record_is_found(workshop: Workshop, forged: str, tmp_path: Path) -> None:
     """After any forgery since the record the audit equals one of the whole ledger, and nothing is recorded."""
     of = trained(workshop, "packed")
-    seqs = [row["seq"] for row in rows_named(workshop._forged("", of, unchanged, None)[0], "checkpoint")]
+    seqs = [row["seq"] for row in rows_named(workshop.forged("", of, unchanged, None)[0], "checkpoint")]
     run, parts = _parts(workshop, of, FORGED[forged](_last(seqs[-3])))
     for part in parts[:-2]:
         workshop.append_rows("consumption", part)
@@ -109,7 +109,7 @@ def test_changed_past_is_audited_again(
     """If recorded rows are others by now, or the head is one before them, everything is audited."""
     of = trained(workshop, "packed")
     name = f"forged{next(workshop.names)}"
-    rows, _ = workshop._forged(name, of, unchanged, None)
+    rows, _ = workshop.forged(name, of, unchanged, None)
     workshop.append_rows("consumption", rows)
     assert audit_run(workshop.lakehouse, name, record=tmp_path / "record").exact
     workshop.append_rows("consumption", [row(rows)])

@@ -18,7 +18,7 @@ from dagster._core.errors import DagsterUserCodeUnreachableError
 
 from dlac_pipeline.dagster.drain import drain
 from dlac_pipeline.dagster.failures import PREEMPTED_TAG, run_tag
-from dlac_pipeline.dagster.heartbeat import beats_of
+from dlac_pipeline.dagster.heartbeat import Heartbeat, beats_of
 from dlac_pipeline.dagster.training_runs import model_key
 from dlac_pipeline.spec.launch_request import Request
 from tests.conftest import Arena, wait_until
@@ -158,21 +158,19 @@ def test_foreign_process_is_not_interrupted(arena: Arena, instance: dg.DagsterIn
 def test_interruption_reaches_heartbeat(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
     """The step of the model notifies the heartbeat of its process, which does not interrupt again."""
     arena.table()
-    reached: list[bool] = []
+    reached: list[str] = []
 
     def supervise(request: Request, on_event: object, *, on_asking: Callable[[], None]) -> Any:
-        (thread,) = (each for each in threading.enumerate() if each.name == "heartbeat")
-        heart = getattr(thread, "_target").__self__  # noqa: B009  # private to threads
-        before = heart._interrupted
+        reached.append("asked")
         on_asking()
-        reached.extend([before, heart._interrupted])
         return {"event": "error", "kind": "Fenced", "message": "enough"}, request
 
     arena.monkeypatch.setattr("dlac_pipeline.dagster.assets.training.supervise_run", supervise)
+    arena.monkeypatch.setattr(Heartbeat, "was_interrupted", lambda heart: reached.append("interrupted"))
     spec = arena.spec("r", world_size=1)
     job = project(spec).resolve_implicit_global_asset_job_def().get_subset(asset_selection={model_key("r")})
     assert not job.execute_in_process(instance=instance, raise_on_error=False).success
-    assert reached == [False, True]
+    assert reached == ["asked", "interrupted"]
 
 
 @pytest.mark.soak

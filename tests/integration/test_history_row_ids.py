@@ -35,7 +35,7 @@ class RewrittenTable(HandTable):
             columns["_row_id"] = pa.array(list(rows.values()), pa.int64())
         arrow = schema_to_pyarrow(WITH_IDS if kept else SCHEMA)
         pq.write_table(pa.table(columns).cast(arrow), path)
-        self._commit([self._data_file(path, len(rows))], 0, None, self._take(removed))
+        self.commit([self._data_file(path, len(rows))], 0, None, self._take(removed))
         self.snapshots[-1]["summary"] = {"operation": operation}
         return path
 
@@ -59,7 +59,7 @@ class RewrittenTable(HandTable):
         return taken
 
     def _data_file(self, path: str, rows: int) -> DataFile:
-        return self._file(path, DataFileContent.DATA, (), record_count=rows, split_offsets=None)
+        return self.file(path, DataFileContent.DATA, (), record_count=rows, split_offsets=None)
 
     def changes(self, since: int) -> History:
         """Return the history since a snapshot, identified by row ids."""

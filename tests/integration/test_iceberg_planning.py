@@ -50,7 +50,7 @@ def test_files_that_are_not_parquet_are_named(tmp_path: Path, file_format: FileF
         (DataFileContent.EQUALITY_DELETES, UnsupportedDeletes),
     ):
         hand = HandTable(tmp_path / content.name, [SCHEMA])
-        hand._commit([hand._file("the.file", content, (), record_count=1, file_format=file_format)], 0, None)
+        hand.commit([hand.file("the.file", content, (), record_count=1, file_format=file_format)], 0, None)
         with pytest.raises(error, match=rf"found {file_format.value} at 'the\.file'"):
             row_groups_of(hand.table, hand.snapshot_id, "")
 

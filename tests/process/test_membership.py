@@ -27,7 +27,7 @@ from dlac_pipeline.lakehouse.errors import NodesMissing, SpecInvalid
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.launch_spec import LaunchSpec
 from tests.conftest import wait_until
-from tests.launched_nodes import heartbeat, round_of, rounds
+from tests.launched_nodes import heartbeat, round_of, rounds, wait_for_spare
 from tests.ports import own_port
 from tests.small_records import small_spec
 
@@ -424,7 +424,7 @@ def test_spare_learns_of_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
         assert next_round(other) is not None
         leader = serves if joined.result().leads else other
         waits = pool.submit(next_round, spare)
-        wait_until(lambda: spare._heartbeat is not None and spare._heartbeat.others_train, what="the spare")
+        wait_for_spare(spec, "l")
         leader.end_run({"ending": "stopped"})
         other.close()
         serves.close()

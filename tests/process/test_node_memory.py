@@ -125,9 +125,7 @@ def has_copied(attempt: Path, step: int) -> bool:
 
 def copy(copies: BuddyCopies) -> None:
     """Copy a state that is not copied yet."""
-    found = copies._find_new()
-    assert found is not None
-    copies._copy(*found)
+    assert copies.copy_new()
 
 
 def test_copy_of_other_attempt_is_refused(tmp_path: Path) -> None:
@@ -170,14 +168,22 @@ def test_new_copy_ends_the_one_before(tmp_path: Path) -> None:
             connection.receive()
             connection.send(seals=[states.pack_seal(part)])
             connection.receive()
-        second._socket.sendall(bytes([7]) * part.files[0][1])
+        send(second, bytes([7]) * part.files[0][1], tmp_path / OWN / "sender")
         second.send(checksums=[zlib.crc32(bytes([7]) * part.files[0][1])])
         second.receive()
-        first._socket.sendall(bytes([9]) * part.files[0][1])
+        send(first, bytes([9]) * part.files[0][1], tmp_path / OWN / "sender")
         with pytest.raises(TransferRefused, match="another attempt or copy began"):
             first.receive()
     assert (slot / part.files[0][0]).read_bytes() == bytes([7]) * part.files[0][1]
     assert [found.state for found in states.read_parts(folder)] == [part]
+
+
+def send(connection: Connection, content: bytes, folder: Path) -> None:
+    """Send the content of a file."""
+    states.make_folder(folder)
+    (folder / "sent").write_bytes(content)
+    with states.opened(folder) as here:
+        connection.send_file(here, "sent", len(content))
 
 
 def connect(address: Address, operation: str = "list") -> Connection:
@@ -324,7 +330,12 @@ def test_node_without_buddy_keeps_own_states(tmp_path: Path, monkeypatch: pytest
     thread = threading.Thread(target=copies.run, args=(ended,), kwargs={"patience_s": 0.1, "warn": warnings.append})
     thread.start()
     wait_until(lambda: states.copied_step(attempt, 0) == states.ALWAYS, what="ranks that do not wait")
-    monkeypatch.setattr(BuddyCopies, "_copy", lambda self, slot, step, mark: states.mark_copied(attempt, 0, step))
+
+    def answer(copies: BuddyCopies) -> bool:
+        states.mark_copied(attempt, 0, 13)
+        return True
+
+    monkeypatch.setattr(BuddyCopies, "copy_new", answer)
     wait_until(lambda: states.copied_step(attempt, 0) == 13, what="a copy")
     ended.set()
     thread.join()
@@ -346,7 +357,7 @@ def test_older_slot_lowers_no_mark(tmp_path: Path, slot: int) -> None:
         for _ in range(states.SLOTS):
             copy(copies)
             assert states.copied_step(attempt, 0) == 103
-    assert copies._find_new() is None
+    assert not copies.copy_new()
     assert [part.state.step for part in states.read_parts(theirs)] == [103]
 
 

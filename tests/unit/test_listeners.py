@@ -62,10 +62,12 @@ class Gate:
 
     def __init__(self) -> None:
         self.opened = threading.Event()
+        self.reached = threading.Event()
         self.received: list[RunEvent] = []
 
     def on_event(self, event: RunEvent) -> None:
         """Keep an event."""
+        self.reached.set()
         self.opened.wait()
         self.received.append(event)
 
@@ -123,8 +125,7 @@ def test_oldest_progress_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
     gate = Gate()
     subscription = Subscription("gate", lambda: gate, most_waiting=3)
     subscription.put(ENDED)  # the listener waits with it in hand
-    while subscription._waiting:
-        time.sleep(0.001)
+    assert gate.reached.wait(60)
     for event in (progress(1), ENDED, progress(2), progress(3), progress(4), ENDED, ENDED, ENDED):
         subscription.put(event)
     gate.opened.set()

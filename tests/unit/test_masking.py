@@ -303,14 +303,19 @@ def test_every_error_is_masked() -> None:
     assert LakehouseConfig(uri=f"https://me:{SECRET}@h").address == "https://me:***@h"
 
 
-def test_store_warning_is_masked(caplog: pytest.LogCaptureFixture) -> None:
+def test_store_warning_is_masked(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """An address in the log has no password."""
 
     def fail(*_: object) -> None:
         raise OSError(errno.EIO, f"no answer from https://h?sig={SECRET}")
 
+    place = tmp_path / f"b?token={SECRET}"
+    place.touch()
+    monkeypatch.setattr(Path, "read_bytes", fail)
     with caplog.at_level(logging.WARNING), pytest.raises(StoreUnavailable) as refused:
-        StoreFiles(deadline_s=0.3)._tried(fail, f"/b?token={SECRET}", "read")
+        StoreFiles(deadline_s=0.3).read(str(place))
     assert "***" in caplog.text
     assert SECRET not in f"{caplog.text} {refused.value}"
 

@@ -29,9 +29,10 @@ def _check(file: MemoryFile, path: Path, state: dict[str, torch.Tensor]) -> None
     assert all(torch.equal(read[name], each) for name, each in state.items())
 
 
-def _wait(file: MemoryFile) -> None:
-    assert file._mapper is not None
-    file._mapper.join()
+def _mapping(path: Path) -> str:
+    """Return the addresses at which the file is mapped, or an empty string."""
+    lines = _MAPS.read_text().splitlines()
+    return next((line.partition(" ")[0] for line in lines if line.endswith(str(path))), "")
 
 
 def test_states_of_any_size_follow_each_other(path: Path) -> None:
@@ -47,15 +48,14 @@ def test_pages_are_mapped_once_until_the_end(path: Path) -> None:
     file = MemoryFile(path, is_mapped=True)
     state = {"weight": torch.rand(3 << 20)}
     _check(file, path, state)
-    _wait(file)
-    pages = file._pages
-    assert len(pages) == path.stat().st_size
+    file.wait_for_pages()
+    pages = _mapping(path)
+    assert pages
     _check(file, path, {"weight": -state["weight"]})
-    assert file._pages is pages
-    assert str(path) in _MAPS.read_text()
-    del pages
+    file.wait_for_pages()
+    assert _mapping(path) == pages
     file.close()
-    assert str(path) not in _MAPS.read_text()
+    assert not _mapping(path)
 
 
 def test_file_that_was_cut_is_written_again(path: Path) -> None:
@@ -63,7 +63,8 @@ def test_file_that_was_cut_is_written_again(path: Path) -> None:
     file = MemoryFile(path, is_mapped=True)
     state = {"weight": torch.rand(3 << 20)}
     _check(file, path, state)
-    _wait(file)
+    file.wait_for_pages()
+    assert _mapping(path)
     with path.open("r+b") as cut:
         cut.truncate(5000)
     _check(file, path, state)
@@ -74,7 +75,8 @@ def test_small_files_are_not_mapped(path: Path) -> None:
     """The state of the random generators needs no mapping."""
     file = MemoryFile(path, is_mapped=True)
     _check(file, path, {"bias": torch.rand(7)})
-    assert file._mapper is None
+    file.wait_for_pages()
+    assert not _mapping(path)
     file.close()
 
 
@@ -83,7 +85,8 @@ def test_full_memory_is_an_error(path: Path, monkeypatch: pytest.MonkeyPatch) ->
     file = MemoryFile(path, is_mapped=True)
     state = {"weight": torch.rand(3 << 20)}
     _check(file, path, state)
-    _wait(file)
+    file.wait_for_pages()
+    assert _mapping(path)
 
     def fail(*arguments: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -123,7 +126,8 @@ def test_files_are_written_without_threads_or_mappings(path: Path, monkeypatch: 
             file.close()
     file = MemoryFile(path, is_mapped=False)
     _check(file, path, state)
-    assert file._mapper is None
+    file.wait_for_pages()
+    assert not _mapping(path)
     file.close()
 
 

@@ -19,9 +19,9 @@ from dlac_pipeline.elastic.ranks.rank import LAUNCH_VARIABLE
 from dlac_pipeline.lakehouse.errors import MemoryStateLost
 from dlac_pipeline.memory_states import states
 from dlac_pipeline.memory_states.memory_file import MemoryFile
-from dlac_pipeline.memory_states.save import MOST_OVERHEAD, MemorySaves, _bytes_of_state
+from dlac_pipeline.memory_states.save import MOST_OVERHEAD, MemorySaves, bytes_of_state
 from dlac_pipeline.plan.slots import ALL_SLOTS
-from dlac_pipeline.train.restored_state import _losing, read_memory
+from dlac_pipeline.train.restored_state import lose_if_unreadable, read_memory
 from tests.memory_states import OWN, keep, part_of, spec_of
 from tests.resume_points import memory_point
 
@@ -218,7 +218,7 @@ def test_lost_peer_leaves_states(tmp_path: Path, failure: Exception, stays: bool
     folder = tmp_path / OWN / "mine"
     keep(folder, replace(part_of(0), world_size=1))
     (state,) = states.read_states(folder)
-    with pytest.raises(type(failure) if stays else MemoryStateLost), _losing(state):
+    with pytest.raises(type(failure) if stays else MemoryStateLost), lose_if_unreadable(state):
         raise failure
     assert bool(states.read_states(folder)) == stays
 
@@ -227,4 +227,4 @@ def test_frozen_weights_need_no_optimizer_state() -> None:
     """The memory that a state needs is estimated: with adapters, most of a model's weights are frozen."""
     model = torch.nn.Sequential(torch.nn.Linear(10, 10, bias=False), torch.nn.Linear(10, 1, bias=False))
     model[0].requires_grad_(False)
-    assert _bytes_of_state(TorchState(model=model)) == (400 + 4 * 40, 0)
+    assert bytes_of_state(TorchState(model=model)) == (400 + 4 * 40, 0)

@@ -107,9 +107,9 @@ def test_submission_names_holders(arena: Arena, monkeypatch: pytest.MonkeyPatch)
     places = {"store": str(arena.home / "far"), "local": str(arena.home / "near")}
     spec = arena.spec("r1", world_size=1, batch_size=16, key_groups=4, every_steps=2, passes=1, **places)
     first, second = Scripted(COMPLETED), Scripted(COMPLETED)
-    ClusterJob(Request(spec=spec), first)._submit()
+    ClusterJob(Request(spec=spec), first).submit()
     arena.train(spec)
-    ClusterJob(Request(spec=spec), second)._submit()
+    ClusterJob(Request(spec=spec), second).submit()
     assert (first.near, second.near) == ([], ["n2"])
 
 

@@ -180,7 +180,7 @@ def test_newcomer_waits_for_group_with_state(tmp_path: Path) -> None:
     """A quorum without a group that has the state would be its end."""
     newcomer = group_of(tmp_path, rejoins=True, _step=-1)
     write_reached(tmp_path, 0, LIGHTHOUSE)  # its dead process
-    waiting = threading.Thread(target=vars(ReplicaGroup)["_wait_for_peers"], args=(newcomer,))
+    waiting = threading.Thread(target=newcomer.wait_for_peers)
     waiting.start()
     waiting.join(0.2)
     assert waiting.is_alive()
@@ -332,19 +332,20 @@ def test_sharded_tensors_of_other_parts_are_refused(one_rank: None) -> None:
         state.join(lambda gradients, loss: True)
 
 
-def test_dead_group_is_not_awaited(tmp_path: Path) -> None:
+def test_dead_group_is_not_awaited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A group that died before the first quorum is left out of it. Its process is awaited again once it has met the others."""
     write_reached(tmp_path, 1, "http://earlier")
     group = group_of(tmp_path, _step=0)
-    group._limit_s = 0.0
-    waits: list[bool] = []
-    group._may_wait = lambda deadline: waits.append(True) or len(waits) < 3  # type: ignore[method-assign, func-returns-value]
-    group._wait_for_peers()
-    assert len(waits) == 3
-    mark_dead(tmp_path, 1)
-    waits.clear()
-    group._wait_for_peers()
-    assert len(waits) == 1
+    waits: list[float] = []
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 3:
+            mark_dead(tmp_path, 1)
+
+    monkeypatch.setattr("dlac_pipeline.extensions.replicas.group.time.sleep", wait)
+    group.wait_for_peers()
+    assert [seconds > 0 for seconds in waits] == [True, True, True, False]
     write_reached(tmp_path, 1, LIGHTHOUSE)
     assert not is_dead(tmp_path, 1)
 
@@ -385,7 +386,7 @@ def test_group_without_supervisor_lives_while_it_holds_its_lock(
     assert is_held(tmp_path, 1)
     assert has_reached(tmp_path, 1, LIGHTHOUSE)
     assert not is_dead(tmp_path, 1)
-    monkeypatch.setattr("dlac_pipeline.extensions.replicas.rank._HELD_WITHIN_S", 0.1)
+    monkeypatch.setattr("dlac_pipeline.extensions.replicas.rank.HELD_WITHIN_S", 0.1)
     with pytest.raises(RunBusy, match=rf"REPLICA_GROUP_ID=1, found another one alive \(process {os.getpid()}\)"):
         hold_group(tmp_path, 1)
     os.close(held)
@@ -401,7 +402,7 @@ def test_newcomer_leaves_if_nobody_has_the_state(tmp_path: Path) -> None:
     newcomer = group_of(tmp_path, rejoins=True, _step=-1)
     vars(newcomer)["_launch"].is_abandoned = lambda: True
     with pytest.raises(TrainingFailed, match="group 0 cannot rejoin"):
-        vars(ReplicaGroup)["_wait_for_peers"](newcomer)
+        newcomer.wait_for_peers()
 
 
 def test_missing_lighthouse_has_a_limit(tmp_path: Path) -> None:

@@ -167,13 +167,14 @@ class ClusterJob:
         """
         if doubt := store_in_doubt(self._request.spec):
             self._warn(doubt)
-        job = self._submit()
+        job = self.submit()
         self._report({"event": "submitted", "job": job})
         state = self._follow(job)
         self._read_logs(job)
         return self._judge(job, state)
 
-    def _submit(self) -> str:
+    def submit(self) -> str:
+        """Submit the job, near the nodes with the newest checkpoint, and return its name at the scheduler."""
         run = self._request.spec.run
         near = self._query(lambda ledger: nodes_with_newest(ledger.rows(run, kinds=HEAD_KINDS)))
         try:

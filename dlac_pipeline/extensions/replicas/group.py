@@ -245,7 +245,7 @@ class ReplicaGroup:
             self._disconnect()
             return False
         if self._is_first:
-            self._wait_for_peers()
+            self.wait_for_peers()
         return True
 
     def _await_lighthouse(self) -> LighthouseProcess:
@@ -265,7 +265,7 @@ class ReplicaGroup:
             write_reached(self._folder, self.number, self._lighthouse)
             self._reached = self._lighthouse
 
-    def _wait_for_peers(self) -> None:
+    def wait_for_peers(self) -> None:
         """Wait for the groups of the first quorum. A group without a state waits for one that has it."""
         deadline = time.monotonic() + self._limit_s
         if self.has_peers or self._step != _NO_STATE:

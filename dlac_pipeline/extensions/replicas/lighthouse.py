@@ -29,8 +29,8 @@ _HEARTBEAT_TIMEOUT_MS = 400
 """Milliseconds without a heartbeat after which a group is dead. Its manager sends one every 50 ms, from a separate thread."""
 _TICK_MS = 10
 _ENDS_WITHIN_S = 5.0
-_LOOK_S = 1.0
-_ANSWERS_WITHIN_S = 5.0
+LOOK_S = 1.0
+ANSWERS_WITHIN_S = 5.0
 """Seconds within which a lighthouse answers. One that does not twice in a row hangs, and is killed."""
 _START_SHARE = 0.5
 """Limit for the start of a lighthouse, as a share of that for groups, which wait for the lighthouse that replaces it."""
@@ -94,11 +94,11 @@ class Lighthouse:
         """
         silent, starting_s, starts_within_s = 0, 0.0, start_limit_s(self._spec)
         while silent < 2 and starting_s < starts_within_s:
-            if self._ended.wait(_LOOK_S) or self._process is not process:
+            if self._ended.wait(LOOK_S) or self._process is not process:
                 return
             found = read_lighthouse(self._folder)
             if found is None or found.pid != process.pid:
-                starting_s += _LOOK_S
+                starting_s += LOOK_S
             else:
                 silent = 0 if answers(found.address) else silent + 1
         if self._process is process:
@@ -134,7 +134,7 @@ def answers(address: str) -> bool:
     """Return whether a lighthouse answers in time. The system accepts connections for one that hangs."""
     # A proxy of the environment has no way to an address of this node.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with suppress(OSError, HTTPException), opener.open(f"{address}/status", timeout=_ANSWERS_WITHIN_S):
+    with suppress(OSError, HTTPException), opener.open(f"{address}/status", timeout=ANSWERS_WITHIN_S):
         return True
     return False
 

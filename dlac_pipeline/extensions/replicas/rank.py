@@ -64,7 +64,7 @@ def limit_s(launch: LaunchSpec) -> float:
     return launch.start_timeout_s + HANG_MARGIN_S
 
 
-_HELD_WITHIN_S = 10.0
+HELD_WITHIN_S = 10.0
 _POLL_S = 0.02
 
 
@@ -125,7 +125,7 @@ def hold_group(folder: Path, group: int) -> int:
     Only groups without a supervisor do. Raise `RunBusy` if another process keeps the lock. A dead one loses it within moments.
     """
     descriptor = os.open(_held_file(folder, group), os.O_RDWR | os.O_CREAT, 0o644)
-    deadline = time.monotonic() + _HELD_WITHIN_S
+    deadline = time.monotonic() + HELD_WITHIN_S
     while not lock_at_once(descriptor, fcntl.LOCK_EX):
         if time.monotonic() > deadline:
             holder = os.pread(descriptor, 20, 0).decode()
