@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import json
-import mmap
-import shutil
 import sys
-import threading
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from benchmarks.gpu_parts.node import run_program
 from benchmarks.results.record import record
-from benchmarks.soak_faults.store import full, mounted
 
 
 def test_program_without_end_is_killed(tmp_path: Path) -> None:
@@ -29,31 +24,6 @@ def test_program_without_end_is_killed(tmp_path: Path) -> None:
     assert not file.exists()
     with pytest.raises(RuntimeError, match="to print its figures and end with status 0, found 0"):
         run_program([sys.executable, "-c", ""])
-
-
-def test_full_store_has_no_free_byte(tmp_path: Path) -> None:
-    """The store is full even if others write while it is filled. All space is free again afterwards."""
-    store, ended, size = tmp_path / "store", threading.Event(), 25 * mmap.PAGESIZE
-
-    def write() -> None:
-        while not ended.is_set():
-            with suppress(OSError):
-                (store / "other").write_bytes(bytes(size))
-
-    with mounted(store, size_mb=32) as can_fill:
-        if not can_fill:
-            pytest.skip("mounting a tmpfs is not permitted here")
-        writer = threading.Thread(target=write)
-        writer.start()
-        try:
-            with full(store):
-                assert shutil.disk_usage(store).free <= size  # a rewrite frees this much first
-        finally:
-            ended.set()
-            writer.join()
-        with full(store), pytest.raises(OSError, match="No space left"):
-            (store / "more").write_bytes(bytes(10))
-        (store / "more").write_bytes(bytes(1_000_000))
 
 
 def test_result_is_kept_if_program_prints_figures(tmp_path: Path) -> None:

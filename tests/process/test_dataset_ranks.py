@@ -127,17 +127,6 @@ def test_ranks_share_streamed_dataset(lakehouse: Lakehouse, tmp_path: Path, work
     assert list(open_dataset(lakehouse=lakehouse, state=reports[0]["end"], **SETTINGS)) == []
 
 
-@pytest.mark.soak
-def test_exhausted_rank_gives_empty_batches(lakehouse: Lakehouse, tmp_path: Path) -> None:
-    """The ranks resume one batch before the end, where some have no sample left, and at the end, with workers."""
-    alone = open_dataset(lakehouse=lakehouse, **SETTINGS)
-    states = [alone.state_dict() for _ in alone]
-    reports = run(tmp_path, 2, 1, state=states[-2])
-    assert [len(each["steps"]) for each in reports] == [1] * 2
-    assert not all(any(each["steps"][0][2]) for each in reports)
-    assert [each["steps"] for each in run(tmp_path, 2, 1, state=states[-1])] == [[]] * 2
-
-
 def test_missing_table_ends_all_ranks(tmp_path: Path) -> None:
     """Rank 0 reports the missing table, and no rank waits endlessly."""
     connect(LakehouseConfig().at_home(tmp_path))

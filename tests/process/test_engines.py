@@ -91,18 +91,6 @@ def test_other_optimizers_load_at_any_size(tmp_path: Path, engine: str, optimize
 
 
 @pytest.mark.soak
-def test_zero_1_is_converted_once(tmp_path: Path) -> None:
-    """A frozen layer and buffers are converted from 2 ranks to 1 too. The second load uses the existing conversion."""
-    saved = save(tmp_path, 2, engine="zero1", writer="copies", frozen=True)
-    check_resizes(saved, 1)
-    made = tmp_path / "converted" / saved.folder.name
-    record = (made / "conversion.json").stat()
-    check_resizes(saved, 1)
-    assert (made / "conversion.json").stat().st_ino == record.st_ino
-    assert [path.name for path in (tmp_path / "converted").iterdir() if path.is_dir()] == [saved.folder.name]
-
-
-@pytest.mark.soak
 @pytest.mark.parametrize(("engine", "precision"), ZERO)
 @pytest.mark.parametrize("writer", ["direct", "copies"])
 def test_deepspeed_state_loads_at_any_size(tmp_path: Path, engine: str, precision: str, writer: str) -> None:
@@ -419,23 +407,6 @@ def test_unloadable_state_is_not_saved(tmp_path: Path, kind: str, place: str, wr
     refused = "torch-state.pt" if kind == "torch" else "shards-00000.pt"
     assert not any(path.exists() for path in (tmp_path / refused, again / "torch-state.pt"))
     assert not (tmp_path / "was-run").exists()
-
-
-@pytest.mark.soak  # tests/faults/test_unloadable_state.py saves some of them on one rank
-@pytest.mark.parametrize("engine", ["zero1", "fsdp2"])
-def test_ranks_save_and_load_numpy_numbers(tmp_path: Path, engine: str) -> None:
-    """This holds for DeepSpeed's own save path and for shards too."""
-    check_resizes(save(tmp_path, 1, engine=engine, writer="copies", keeps="number"), 1)
-
-
-@pytest.mark.parametrize("engine", ["fsdp2", pytest.param("zero1", marks=pytest.mark.soak)])
-def test_unloadable_state_blocks_no_rank(tmp_path: Path, engine: str) -> None:
-    """All ranks finish the save and continue training before the failed writers report it."""
-    saved = save(tmp_path, 2, engine=engine, keeps="enum")
-    assert len(saved.state["losses"]) == STEPS + 2
-    assert any("SpecInvalid: " in stderr and "http.HTTPStatus at optimizer" in stderr for stderr in saved.stderr), (
-        saved.stderr
-    )
 
 
 def test_newer_shard_format_is_refused(tmp_path: Path) -> None:

@@ -30,23 +30,6 @@ def test_kernels_are_named() -> None:
 
 
 @pytest.mark.soak
-def test_parts_run_on_cpu(tmp_path: Path) -> None:
-    """Two parts of the program for a node with an accelerator. `make soak` runs all parts."""
-    out = tmp_path / "gpu.json"
-    command = [sys.executable, "-m", "benchmarks.gpu", "--quick", "--out", str(out)]
-    only = ["--only", "kernels", "--only", "loading"]
-    done = subprocess.run([*command, *only], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    last = json.loads(done.stdout.splitlines()[-1])
-    assert last["benchmark"] == "gpu"
-    assert last["figures"]["loading_batches_differing"] == {"value": 0, "unit": "batches", "bar": "<= 0", "holds": True}
-    kept = json.loads(out.read_text())
-    assert kept["figures"] == last["figures"]
-    assert kept["machine"]["device"] == last["device"]
-    assert f"`{last['device']}`" in page_of(kept)
-
-
-@pytest.mark.soak
 def test_all_parts_run_on_cpu(tmp_path: Path) -> None:
     """Every part runs, the killed demo recovers with the same losses, and the page has all of them."""
     out = tmp_path / "gpu.json"

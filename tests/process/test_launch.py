@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-import tracemalloc
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from multiprocessing.process import BaseProcess
@@ -32,7 +31,7 @@ from dlac_pipeline.lakehouse.errors import TrainingFailed
 from dlac_pipeline.spec import launch_spec
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.ranks import local_ranks
-from dlac_pipeline.supervise.ranks.local_ranks import Exit, RankGroup
+from dlac_pipeline.supervise.ranks.local_ranks import RankGroup
 from dlac_pipeline.supervise.ranks.rank_starter import RankStarter
 from tests.conftest import wait_until
 from tests.forked import NEW_FORK_SERVER
@@ -120,23 +119,6 @@ def test_signals_to_all_reach_ranks(tmp_path: Path, start: str) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("start", ["fork", "spawn"])
-def test_processes_have_titles(tmp_path: Path, start: str) -> None:
-    """`ps` shows each rank with its run, and the fork server."""
-    with run_ranks(spec_of(tmp_path, LEAVES, start=start), tmp_path, ranks=2) as ranks:
-        wait_until(lambda: (tmp_path / "ready").exists() or bool(ranks.failures()), what="the script")
-        assert ranks.failures() == []
-        wait_until(
-            lambda: " ".join(psutil.Process(ranks.processes.pids[1]).cmdline()).strip() == "dlac r rank 1/2",
-            what="a title",
-        )
-        above = psutil.Process(ranks.processes.pids[0]).parent()
-        assert above is not None
-        assert (above.pid == os.getpid()) == (start == "spawn")
-        assert start == "spawn" or " ".join(above.cmdline()).strip() == "dlac r fork server"
-
-
-@pytest.mark.soak
 def test_rank_has_default_signal_handlers(tmp_path: Path) -> None:
     """The script of a forked rank neither blocks nor ignores a signal that ends a launch, unless this process ignores it."""
     script = """
@@ -172,23 +154,6 @@ def test_dead_server_is_named(tmp_path: Path) -> None:
         ]
         assert "fork-server-" in failures[0].message
         assert ranks.log_end(0)["log_tail"].endswith("out of memory")
-
-
-@pytest.mark.soak
-def test_long_log_is_read_at_end(tmp_path: Path) -> None:
-    """The log of a rank is larger than the supervisor may read. The part read may begin inside a character."""
-    with run_ranks(spec_of(tmp_path, "pass", start="spawn"), tmp_path) as ranks:
-        wait_until(ranks.all_exited, what="the rank's end")
-        with log_file(tmp_path, 0).open("wb") as log:
-            log.truncate(2**26)
-            log.seek(0, os.SEEK_END)
-            log.write("é".encode() * 2**16 + b"\n" + b"".join(b"line %d\n" % line for line in range(30)) + b"\xffend")
-        tracemalloc.start()
-        tail = ranks.log_end(0)["log_tail"]
-        _, peak_bytes = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
-    assert tail.splitlines() == [*(f"line {line}" for line in range(11, 30)), "\N{REPLACEMENT CHARACTER}end"]
-    assert peak_bytes < 2**22
 
 
 @pytest.mark.parametrize("start", STARTS)
@@ -234,28 +199,6 @@ def test_silent_server_is_a_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 THREAD = "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True, name='flusher').start()"
-
-
-@pytest.mark.parametrize(
-    ("library", "found"),
-    [
-        pytest.param("raise RuntimeError('no such device')", "no such device", id="raises", marks=pytest.mark.soak),
-        pytest.param(THREAD, "threads", id="begins a thread"),
-        pytest.param(None, "ModuleNotFoundError", id="missing", marks=pytest.mark.soak),
-    ],
-)
-def test_unusable_preload_is_refused(tmp_path: Path, library: str | None, found: str) -> None:
-    """The failure names the module and the remedy."""
-    if library is not None:
-        (tmp_path / "own_library.py").write_text(library)
-    with run_ranks(spec_of(tmp_path, "pass", preload=["own_library"]), tmp_path, ranks=2) as ranks:
-        wait_until(ranks.all_exited, what="the ranks' end")
-        failure = ranks.failures()[0]
-    assert failure.kind == "ScriptInvalid"
-    assert "'own_library'" in failure.message
-    assert "take it off launch.preload" in failure.message
-    assert found in failure.message
-    assert 'launch.start = "spawn"' in failure.message
 
 
 @pytest.mark.parametrize(("answer", "is_forked"), [(3, True), (0, False)], ids=["uninitialized", "initialized"])
@@ -318,16 +261,6 @@ def test_rank_without_log_shows_that_of_server(tmp_path: Path) -> None:
     assert Path(end["log"]).name.startswith("fork-server-")
 
 
-@pytest.mark.soak
-def test_preloaded_modules_are_shared(tmp_path: Path) -> None:
-    """A module next to the script is imported once, in the fork server."""
-    (tmp_path / "own_library.py").write_text("import os\nimported_by = os.getpid()")
-    script = "import os, sys, own_library\nsys.exit(own_library.imported_by != os.getppid())"
-    with run_ranks(spec_of(tmp_path, script, preload=["own_library"]), tmp_path, ranks=2) as ranks:
-        wait_until(ranks.all_exited, what="the ranks' end")
-        assert ranks.failures() == []
-
-
 def test_dead_server_ends_attempt(tmp_path: Path) -> None:
     """The failure reports that the endings of its ranks are unknown. A new server starts the next attempt's ranks."""
     spec = spec_of(tmp_path, SLEEPS)
@@ -367,20 +300,6 @@ def test_unkillable_rank_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             patched.setattr(processes, "is_running", lambda pid: True)
             with pytest.raises(TrainingFailed, match=str(pid)):
                 ranks.end()
-
-
-@pytest.mark.soak
-def test_stopped_server_does_not_matter(tmp_path: Path) -> None:
-    """It cannot report that a rank has ended. The ranks are ended nevertheless."""
-    with run_ranks(spec_of(tmp_path, SLEEPS), tmp_path) as ranks:
-        (pid,) = ranks.processes.pids
-        (server,) = children("fork.?server")
-        server.suspend()
-        began = time.monotonic()
-        ranks.end()
-        assert time.monotonic() - began < 30
-        assert not runs(pid)
-    fork_server.end_server()
 
 
 ENDS = """
@@ -505,9 +424,3 @@ def test_everything_ends_with_supervisor(tmp_path: Path, start: str) -> None:
     supervisor.wait()
     for pid in (rank, child, *others):
         wait_until(lambda pid=pid: not runs(pid), what="its end", within_s=40)  # type: ignore[misc]  # its sleep is longer
-
-
-def test_unnamed_signal_shows_number() -> None:
-    """Most real-time signals have no name."""
-    assert str(Exit(rank=3, code=-40)) == "rank 3 was killed by signal 40"
-    assert str(Exit(rank=3, code=-9)) == "rank 3 was killed by SIGKILL"

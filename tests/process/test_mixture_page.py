@@ -9,19 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.forked import Forked
 
 _ROOT = Path(__file__).parents[2]
 _EXAMPLES = _ROOT / "examples"
 _DLAC = str(Path(sys.executable).with_name("dlac"))
-
-
-@pytest.mark.parametrize("name", ["make_tables.py", "job.toml"])
-def test_mixture_page_shows_example(name: str) -> None:
-    """The page repeats each file of examples/mixture."""
-    assert (_EXAMPLES / "mixture" / name).read_text() in (_ROOT / "docs" / "mixtures.md").read_text()
 
 
 def test_mixture_example_is_exact(tmp_path: Path) -> None:

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import dagster as dg
 import pytest
 
-from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG, run_tag
-from dlac_pipeline.dagster.training_runs import model_key
 from dlac_pipeline.lakehouse.errors import LeftUnfinished, ScriptInvalid
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.supervisor import Supervisor
-from tests.dagster_runs import project
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tests.conftest import Arena
 
 SCRIPT = """
@@ -95,26 +89,3 @@ def test_script_ending_in_step_has_failed(arena: Arena, script: str, ending: str
         supervisor(arena, script, ending).run()
     assert len(arena.rows("r", ClaimRow)) == 1
     assert [row.step for row in arena.rows("r", CheckpointRow)] == ([10] if ending else [])
-
-
-@pytest.mark.soak
-@pytest.mark.filterwarnings("ignore")  # Dagster's own libraries cause warnings
-def test_left_run_materializes_no_model(arena: Arena, tmp_path: Path) -> None:
-    """The run fails by name, and no sensor launches it again."""
-    arena.table(appends=(640,))
-    path = arena.home / "script.py"
-    path.write_text(SCRIPT)
-    spec = arena.spec("r", world_size=1, passes=1, script=str(path), ending="between steps")
-    (tmp_path / "dagster").mkdir()
-    with dg.DagsterInstance.local_temp(
-        str(tmp_path / "dagster"), overrides={"telemetry": {"enabled": False}}
-    ) as instance:
-        job = project(spec).resolve_implicit_global_asset_job_def()
-        model = job.get_subset(asset_selection={model_key("r")})
-        done = model.execute_in_process(instance=instance, raise_on_error=False)
-        assert not done.success
-        assert model_key("r") not in {each.asset_key for each in done.get_asset_materialization_events()}
-        run = instance.get_run_by_id(done.run_id)
-        assert run is not None
-        assert run_tag(run, NO_RECOVERY_TAG) == "LeftUnfinished"
-    assert arena.lineage("r")[-1].step == 15
