@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections import Counter
 from pathlib import Path
 
 import duckdb
@@ -70,46 +69,6 @@ def test_consumed_equals_journal_at_every_checkpoint(lake: Lake, audit: duckdb.D
     assert all(row["touched"] is row["consumed"] for row in answers)
 
 
-def test_consumed_rows_are_those_of_the_journal(lake: Lake, audit: duckdb.DuckDBPyConnection) -> None:
-    """Per checkpoint, `consumed_rows` has the rows that were in the tensors, as often as they were."""
-    found: dict[int, Counter[int]] = {}
-    for row in rows_of(
-        audit,
-        "SELECT c.step, s.row_id FROM consumed_rows AS r JOIN checkpoints AS c USING (run, checkpoint_id) "
-        "JOIN source_rows AS s ON s.file = bare_path(r.file_path) AND s.file_row = r.row WHERE r.run = 'faulty'",
-    ):
-        found.setdefault(row["step"], Counter())[row["row_id"]] += 1
-    written: dict[int, Counter[int]] = {}
-    for step, rows in lake.journal("faulty").items():
-        checkpoint = next(at for at in sorted(found) if at >= step)
-        written.setdefault(checkpoint, Counter()).update(rows)
-    assert found == written
-
-
-def test_macros_take_columns_of_any_name(audit: duckdb.DuckDBPyConnection) -> None:
-    """An argument that is a column with the name of a column inside the macro means the caller's column."""
-    query = (
-        "SELECT count_if(consumed({0}, {1}, {2})) AS n FROM (SELECT s.file AS {0}, s.file_row AS {1}, "
-        "c.checkpoint_id AS {2}, 7 AS unit, 7 AS seq, 7 AS position FROM source_rows AS s, checkpoints AS c "
-        "WHERE c.run = 'faulty')"
-    )
-    [plain] = rows_of(audit, query.format("f", "r", "c"))
-    assert plain["n"] > 0
-    for names in (("file_path", "row", "checkpoint_id"), ("asked_file", "asked_row", "asked_checkpoint")):
-        assert rows_of(audit, query.format(*names)) == [plain]
-
-
-def test_coverage_counts_every_planned_row_group(audit: duckdb.DuckDBPyConnection) -> None:
-    """`coverage` has each row group with live rows once per pass, wholly consumed, none of its rows repeated."""
-    [found] = rows_of(
-        audit,
-        "SELECT count(*) AS n, count_if(rows_consumed = live_rows AND rows_repeated = 0) AS whole "
-        "FROM coverage WHERE run = 'faulty'",
-    )
-    [units] = rows_of(audit, "SELECT count(*) AS n FROM units WHERE live_rows > 0")
-    assert found["n"] == found["whole"] == 2 * units["n"]
-
-
 def test_a_running_run_is_exact_with_rows_pending(lake: Lake) -> None:
     """Rows ahead of the cursors are pending, and nothing is wrong with that."""
     report = lake.audit_forged(lambda rows: until_step(rows, 16))
@@ -143,56 +102,10 @@ def test_a_rewound_run_has_consumed_only_what_survives(lake: Lake) -> None:
     ]
 
 
-def test_partly_read_row_is_not_consumed(lake: Lake) -> None:
-    """A row counts for `touched`, not for `consumed`, if only its first tokens were read, and is reported."""
-    name = lake.forge(
-        lambda rows: changed(lambda row: is_advance(row) and row["step"] == 8, token_end=5)(until_step(rows, 8))
-    )
-    assert audit_run(lake.lakehouse, name).rows_partial == 1
-    with open_audit(lake.lakehouse, run=name) as connection:
-        lake.row_ids(connection, "t")
-        [found] = rows_of(
-            connection,
-            "SELECT count_if(touched(file, file_row, checkpoint_id)) AS touched, "
-            "count_if(consumed(file, file_row, checkpoint_id)) AS consumed FROM source_rows, lineage",
-        )
-    assert (found["touched"], found["consumed"]) == (8 * 32, 8 * 32 - 1)
-
-
-def test_skipped_steps_are_counted_as_not_applied(lake: Lake) -> None:
-    """Rows of steps that the engine skipped are consumed, and reported."""
-
-    def skipped(rows: list[Columns]) -> list[Columns]:
-        values: dict[str, Columns] = {
-            "checkpoint": {"applied_steps": 0, "skipped_steps": 8},
-            "advance": {"applied": False},
-        }
-        return [{**row, **values.get(row["kind"], {})} for row in until_step(rows, 8)]
-
-    report = lake.audit_forged(skipped)
-    assert report.exact
-    assert report.rows_not_applied == report.rows_consumed == 8 * 32
-
-
 def test_an_unknown_run_is_refused(lake: Lake) -> None:
     """The error names the run that was asked for and the runs that there are."""
     with pytest.raises(NoSuchRun, match=r"expected a run named 'nobody'.*'faulty'"):
         audit_run(lake.lakehouse, "nobody")
-
-
-@pytest.mark.parametrize("run", [pytest.param("reference", marks=pytest.mark.soak), "faulty"])
-def test_the_explanation_runs_in_a_plain_duckdb(lake: Lake, run: str) -> None:
-    """The script answers in a DuckDB without DLAC, for its example and for any other row."""
-    script = explain_sql(lake.lakehouse, run)
-    with duckdb.connect() as connection:
-        assert connection.execute(script).fetchall() == [(True,)]
-        lake.row_ids(connection, "t")
-        counted = rows_of(
-            connection,
-            "SELECT count_if(consumed(file, file_row, checkpoint_id)) AS n FROM source_rows, lineage "
-            f"WHERE run = '{run}' AND step = 8",
-        )
-    assert counted == [{"n": 8 * 32}]
 
 
 def rewound(rows: list[Columns]) -> list[Columns]:

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
 import shlex
 import subprocess
 import sys
-from contextlib import suppress
-from importlib.metadata import version
 from pathlib import Path
 
 import duckdb
@@ -94,19 +90,6 @@ def test_wrong_request_is_one_clear_error(
     assert "Traceback" not in done.stderr
 
 
-def test_every_wrong_field_is_named(arena: Arena, here: Command) -> None:
-    """A spec with three mistakes is mended in one go, not in three."""
-    path = arena.home / "bad.toml"
-    path.write_text(
-        'run = "a b"\n[source]\ntable = "src.t"\ncolumns = ["x", "x"]\n'
-        '[order]\nbatch_size = 30\nkey_groups = 8\n[launch]\nscript = "x.py"\n'
-    )
-    done = here("train", str(path), home=arena.home)
-    assert done.returncode == 64
-    for named in ("run:", "source.columns:", "order:"):
-        assert named in done.stderr
-
-
 def test_values_of_sql_come_as_they_are(arena: Arena, here: Command) -> None:
     """Text that looks like markup is shown, NULL differs from text, and a decimal is a number in JSON."""
     query = "SELECT '[/a] :x:' AS \"[/b]\", NULL AS nothing, 1.50::DECIMAL(9, 2) AS price, sum(2) AS total"
@@ -115,16 +98,6 @@ def test_values_of_sql_come_as_they_are(arena: Arena, here: Command) -> None:
     assert all(text in shown.stdout for text in ("[/a] :x:", "[/b]", "NULL", "1.50"))
     answered = json.loads(here("sql", query, "--json", home=arena.home).stdout)
     assert answered == [{"[/b]": "[/a] :x:", "nothing": None, "price": 1.5, "total": 2}]
-
-
-@pytest.mark.parametrize("arguments", [("status", "r"), ("audit", "r"), ("sql", "FROM checkpoints")])
-def test_looking_where_no_lakehouse_is_creates_none(tmp_path: Path, here: Command, arguments: tuple[str, ...]) -> None:
-    """The error names the folder that was searched and how to name another one; the folder stays as it was."""
-    home = tmp_path / "empty"
-    done = here(*arguments, home=home)
-    assert done.returncode == 64
-    assert all(said in done.stderr for said in (str(home), "--home", "DLAC_HOME"))
-    assert not home.exists()
 
 
 def test_the_demo_deletes_only_what_a_demo_made(tmp_path: Path) -> None:
@@ -144,70 +117,6 @@ def test_an_earlier_demo_is_emptied(tmp_path: Path) -> None:
     (home / "catalog.db").touch()
     empty_home(home)
     assert [path.name for path in home.iterdir()] == [MARKER]
-
-
-def test_the_version_is_that_of_the_package(here: Command) -> None:
-    """`dlac --version` prints it."""
-    assert here("--version").stdout == f"dlac {version('dlac-pipeline')}\n"
-
-
-def test_help_explains_every_command(here: Command) -> None:
-    """`dlac --help` lists each command with a sentence."""
-    shown = here("--help").stdout
-    for command in ("plan", "train", "recover", "status", "audit", "sql"):
-        assert f" {command} " in shown
-
-
-@pytest.mark.soak
-def test_bar_appears_only_in_terminal(arena: Arena) -> None:
-    """`dlac checkpoint verify` draws a bar on a terminal; a program that reads its standard error finds nothing there."""
-    arena.table(appends=(300,))
-    arena.train(arena.spec("r", world_size=1, passes=1, every_steps=5))
-    quiet = dlac("checkpoint", "verify", "r", home=arena.home)
-    assert (quiet.returncode, quiet.stderr.strip()) == (0, "")
-    mine, terminal = pty.openpty()
-    command = [str(DLAC), "checkpoint", "verify", "r", "--home", str(arena.home)]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=terminal, env={**os.environ, "TERM": "xterm"}
-    ) as shown:
-        os.close(terminal)
-        said = b""
-        with suppress(OSError):  # the end of a terminal
-            while more := os.read(mine, 4096):
-                said += more
-        assert shown.stdout is not None
-        assert shown.stdout.read().decode() == quiet.stdout
-    os.close(mine)
-    assert b"reading checkpoints" in said
-
-
-def in_terminal(columns: int, *arguments: str) -> str:
-    """What a command shows in a terminal of so many columns."""
-    mine, terminal = pty.openpty()
-    environment = {**os.environ, "TERM": "dumb", "COLUMNS": str(columns)}
-    with subprocess.Popen([str(DLAC), *arguments], stdout=terminal, env=environment):
-        os.close(terminal)
-        said = b""
-        with suppress(OSError):  # the end of a terminal
-            while more := os.read(mine, 4096):
-                said += more
-    os.close(mine)
-    return said.decode()
-
-
-@pytest.mark.soak
-def test_output_is_whole_in_pipe(arena: Arena) -> None:
-    """A pipe gets a line per row; a terminal that is too narrow for a row of SQL gets a line per field, and ids whole."""
-    arena.table(appends=(300,))
-    arena.train(arena.spec("r", world_size=1, passes=1, every_steps=5))
-    head = str(arena.head("r"))
-    wide = f"SELECT '{'x' * 70}' AS first, '{'y' * 70}' AS second"
-    assert any(f"{'x' * 70} │ {'y' * 70}" in line for line in dlac("sql", wide, home=arena.home).stdout.splitlines())
-    narrow = in_terminal(80, "sql", wide, "--home", str(arena.home))
-    assert narrow.count("x") == narrow.count("y") == 70
-    assert all(name in narrow for name in ("first", "second"))
-    assert head in dlac("checkpoint", "list", "r", home=arena.home).stdout
-    assert head in in_terminal(80, "checkpoint", "list", "r", "--home", str(arena.home))
 
 
 @pytest.mark.parametrize("more", [(), pytest.param(("--json",), marks=pytest.mark.soak)])

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import pty
 import signal
-import struct
 import subprocess
 import sys
-import termios
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,47 +17,15 @@ from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.supervise.liveness.run_lock import run_lock
 from tests.conftest import wait_until
 from tests.forked import Forked
-from tests.integration.test_cli import DLAC, dlac
+from tests.integration.test_cli import DLAC
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from tests.conftest import Arena
     from tests.integration.conftest import Command
 
 LONG = "team-nlp.llama-continual-pretraining-2026-11-23-with-a-very-long-name"
-
-
-IN_TURN = """
-import sys
-from dlac_pipeline.cli import main
-for arguments in {arguments!r}:
-    sys.argv = ["dlac", *arguments]
-    try:
-        main.main()
-    except SystemExit:
-        pass
-    print({end!r}, flush=True)
-"""
-END = "--- end of a command ---"
-
-
-def at_width(columns: int, *commands: Sequence[str]) -> list[str]:
-    """Return what each command shows in a terminal that is so many columns wide. One process runs them in turn."""
-    mine, terminal = pty.openpty()
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
-    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
-    program = IN_TURN.format(arguments=[list(command) for command in commands], end=END)
-    with subprocess.Popen(
-        [sys.executable, "-c", program], stdin=terminal, stdout=terminal, env={**environment, "TERM": "xterm"}
-    ):
-        os.close(terminal)
-        said = b""
-        with suppress(OSError):  # the end of a terminal
-            while more := os.read(mine, 4096):
-                said += more
-    os.close(mine)
-    return said.decode().split(END)[:-1]
 
 
 def some_runs(arena: Arena) -> None:
@@ -76,26 +39,6 @@ def some_runs(arena: Arena) -> None:
     target = ledger.restorable("back", 4).checkpoint_id
     commit_rewind(ledger, "back", nonce="n", checkpoint_id=target, detail={})
     fork_run(arena.lakehouse, arena.spec(LONG, **settings), "whole", step=4)
-
-
-@pytest.mark.soak
-def test_commands_fit_narrow_terminals(arena: Arena) -> None:
-    """No line is longer than the terminal, no None is shown, and names are whole in a pipe."""
-    some_runs(arena)
-    arena.monkeypatch.setenv("DLAC_HOME", str(arena.home))
-    looks = {
-        60: [("runs",), ("status", "young")],
-        80: [("table", "pins"), ("checkpoint", "list", "back"), ("status", LONG)],
-    }
-    for columns, commands in looks.items():
-        for look, shown in zip(commands, at_width(columns, *commands), strict=True):
-            assert shown.strip(), look
-            assert max(len(line.rstrip("\r")) for line in shown.split("\n")) <= columns, shown
-            assert "None" not in shown
-            assert "0 h" not in shown
-    piped = dlac("runs", home=arena.home).stdout.splitlines()
-    assert [line.split()[0] for line in piped] == ["run", "whole", LONG, "back", "young"]
-    assert [line.split()[1] for line in piped] == ["state", "finished", "forked", "rewound", "dead"]
 
 
 def test_runs_are_listed_for_programs(arena: Arena, here: Command) -> None:

@@ -196,25 +196,6 @@ def test_unexpected_exception_is_one_line(
     assert log.stat().st_mode & 0o077 == 0
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("table", "pins", "r"),
-        ("table", "pins", "nodots"),
-        ("table", "unpin", "nodots", "1"),
-        ("table", "unpin", ".", "1"),
-        ("checkpoint", "export", "r", ""),
-    ],
-)
-def test_odd_names_are_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
-) -> None:
-    """No traceback: the error names what was given."""
-    connect(LakehouseConfig().at_home(tmp_path))
-    status, _, err = run_here(monkeypatch, capsys, *arguments, "--home", str(tmp_path))
-    assert (status, len(err.splitlines())) == (64, 1), err
-
-
 def test_markup_in_adopted_path_is_shown(arena: Arena) -> None:
     """The provenance of an adopted run is shown as it is, whatever its folder is called."""
     from rich.console import Console

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import socket
@@ -37,7 +36,6 @@ from dlac_pipeline.lakehouse.ledger.commits import name_checkpoint, names_of
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import ExportRow, NameRow
 from tests.conftest import Arena, wait_until
-from tests.integration.test_cli import dlac
 
 
 def test_the_file_has_the_weights_and_leads_back(arena: Arena) -> None:
@@ -228,23 +226,3 @@ def test_weights_load_into_the_bare_model(tmp_path: Path, model: Callable[[], An
         next(bare.parameters()).zero_()
     state.load(tmp_path, saved_world_size=1)
     assert torch.equal(next(bare.parameters()), next(again.parameters()))
-
-
-@pytest.mark.soak
-def test_the_command_line_exports_and_asks(arena: Arena) -> None:
-    """`dlac checkpoint export` writes, `dlac checkpoint identify` names the checkpoint, and refuses another file."""
-    arena.table(appends=(320,))
-    spec = arena.spec("r", world_size=1, passes=1)
-    arena.train(spec)
-    out = arena.home / "weights.safetensors"
-    made = dlac("checkpoint", "export", "r", str(out), "--json", "--spec", str(arena.home / "r.yaml"), home=arena.home)
-    assert made.returncode == 0, made.stderr
-    said = json.loads(made.stdout)
-    asked = json.loads(dlac("checkpoint", "identify", str(out), "--json", home=arena.home).stdout)
-    assert (asked["checkpoint_id"], asked["digest"]) == (said["checkpoint_id"], said["digest"])
-    assert asked["checkpoint_id"] == arena.head("r")
-    stranger = arena.home / "stranger"
-    stranger.write_bytes(b"not an export")
-    refused = dlac("checkpoint", "identify", str(stranger), home=arena.home)
-    assert refused.returncode != 0
-    assert "NoSuchCheckpoint" in refused.stderr

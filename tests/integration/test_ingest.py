@@ -13,11 +13,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from dlac_pipeline.lakehouse.config import LakehouseConfig
-from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
-from dlac_pipeline.lakehouse.iceberg.row_groups import row_groups_of
 from examples.corpus.appends import COMPLETE_PROPERTY
-from examples.corpus.corpus import CorpusReport, ingest_stdlib_corpus
+from examples.corpus.corpus import ingest_stdlib_corpus
 from examples.corpus.tokenizer import END_OF_DOCUMENT
 from examples.corpus.tokens import TokensReport, tokenize_corpus
 
@@ -124,41 +122,6 @@ def test_undecodable_files_are_counted_and_left_out(lakehouse: Lakehouse, root: 
     assert report.documents == DOCUMENTS
 
 
-def test_installed_packages_and_caches_are_no_stdlib(lakehouse: Lakehouse, root: Path) -> None:
-    """Files in site-packages, dist-packages or __pycache__ are not ingested."""
-    for name in ("site-packages", "pkg/dist-packages", "__pycache__"):
-        (root / name).mkdir()
-        (root / name / "other.py").write_text("x = 1\n")
-    assert ingest_stdlib_corpus(lakehouse, root=root).documents == DOCUMENTS
-
-
-def test_named_folders_are_left_out(lakehouse: Lakehouse, root: Path) -> None:
-    """A folder of one of the names is left out at any depth. A file of that name is ingested."""
-    for name in ("test", "pkg/tests"):
-        (root / name).mkdir()
-        (root / name / "other.py").write_text("x = 1\n")
-    (root / "test.py").write_text("x = 1\n")
-    report = ingest_stdlib_corpus(lakehouse, root=root, leave_out=("test", "tests"))
-    assert report.documents == DOCUMENTS + 1
-
-
-def test_corpus_is_ingested_once(lakehouse: Lakehouse, root: Path) -> None:
-    """A second ingestion of the same sources appends nothing and reports it."""
-    first = ingest_stdlib_corpus(lakehouse, root=root)
-    again = ingest_stdlib_corpus(lakehouse, root=root)
-    assert (again.appends, again.appended_documents, again.digest) == (0, 0, first.digest)
-    assert len(append_rows(lakehouse, "sources.stdlib")) == 3
-
-
-def test_another_corpus_is_refused(lakehouse: Lakehouse, root: Path) -> None:
-    """Other sources never mix with those in the table."""
-    ingest_stdlib_corpus(lakehouse, root=root)
-    (root / "new.py").write_text("x = 1\n")
-    with pytest.raises(SpecInvalid, match="name another table"):
-        ingest_stdlib_corpus(lakehouse, root=root)
-    assert sum(append_rows(lakehouse, "sources.stdlib")) == DOCUMENTS
-
-
 def test_killed_corpus_ingestion_continues(lakehouse: Lakehouse, root: Path, tmp_path: Path) -> None:
     """After a kill past the first append the next ingestion adds the rest: no document is lost or doubled."""
     kill_after_first_append(tmp_path, "ingest_stdlib_corpus(lakehouse, root=tmp / 'lib', progress=die)")
@@ -167,19 +130,6 @@ def test_killed_corpus_ingestion_continues(lakehouse: Lakehouse, root: Path, tmp
     report = ingest_stdlib_corpus(lakehouse, root=root)
     assert (report.appends, report.appended_documents) == (2, 14)
     assert append_rows(lakehouse, "sources.stdlib") == [6, 7, 7]
-    assert column(lakehouse, "sources.stdlib", "document_id", "document_id") == list(range(DOCUMENTS))
-
-
-def test_two_ingestions_at_once_share_the_work(lakehouse: Lakehouse, root: Path) -> None:
-    """If an ingestion starts inside another, after its first append, every document is ingested once."""
-    reports: list[CorpusReport] = []
-
-    def start_another(done: int, total: int) -> None:
-        if not reports:
-            reports.append(ingest_stdlib_corpus(lakehouse, root=root))
-
-    ingest_stdlib_corpus(lakehouse, root=root, progress=start_another)
-    assert reports[0].appends == 2
     assert column(lakehouse, "sources.stdlib", "document_id", "document_id") == list(range(DOCUMENTS))
 
 
@@ -197,40 +147,6 @@ def test_tokens_decode_back_to_the_sources(lakehouse: Lakehouse, root: Path, tmp
     assert len(rest) == 0
     sources = column(lakehouse, "sources.stdlib", "document_id", "source")
     assert [tokenizer.decode(ids[:-1].tolist(), skip_special_tokens=False) for ids in documents] == sources
-
-
-def test_first_document_owns_the_first_token(lakehouse: Lakehouse, root: Path, tmp_path: Path) -> None:
-    """The number of ends before a sequence is the id of the document that it starts in."""
-    ingest_stdlib_corpus(lakehouse, root=root)
-    report = tokenize(lakehouse, tmp_path)
-    line = token_line(lakehouse)
-    end = Tokenizer.from_file(str(report.tokenizer_path)).token_to_id(END_OF_DOCUMENT)
-    ends_before = [int((line[:start] == end).sum()) for start in range(0, len(line), LENGTH)]
-    assert column(lakehouse, "sources.tokens", "sequence_id", "first_document") == ends_before
-
-
-def test_row_groups_keep_the_limit(lakehouse: Lakehouse, root: Path, tmp_path: Path) -> None:
-    """No row group is larger than asked for, and only the last one of a data file is smaller."""
-    ingest_stdlib_corpus(lakehouse, root=root)
-    tokenize(lakehouse, tmp_path)
-    table = lakehouse.load("sources.tokens")
-    snapshot = table.current_snapshot()
-    assert snapshot is not None
-    groups = row_groups_of(table, snapshot.snapshot_id, "")
-    assert len(append_rows(lakehouse, "sources.tokens")) == 3
-    assert max(group.rows for group in groups) == ROWS_PER_ROW_GROUP
-    smaller = [group.file_path for group in groups if group.rows < ROWS_PER_ROW_GROUP]
-    assert len(smaller) == len(set(smaller)) < len(groups)
-
-
-def test_statistics_cover_ids_only(lakehouse: Lakehouse, root: Path, tmp_path: Path) -> None:
-    """A filter on sequence_id can skip data files, and manifests do not carry bounds of tokens."""
-    ingest_stdlib_corpus(lakehouse, root=root)
-    tokenize(lakehouse, tmp_path)
-    table = lakehouse.load("sources.tokens")
-    wanted = {table.schema().find_field(name).field_id for name in ("sequence_id", "first_document")}
-    for task in table.scan().plan_files():
-        assert set(task.file.lower_bounds or {}) == set(task.file.value_counts or {}) == wanted
 
 
 def test_tokens_are_written_once(lakehouse: Lakehouse, root: Path, tmp_path: Path) -> None:
@@ -259,27 +175,3 @@ def test_killed_tokenization_continues(lakehouse: Lakehouse, root: Path, tmp_pat
     for name in ("sequence_id", "tokens", "first_document"):
         found = column(lakehouse, "sources.tokens", "sequence_id", name)
         assert found == column(lakehouse, "sources.undisturbed", "sequence_id", name)
-
-
-def test_other_settings_are_refused(lakehouse: Lakehouse, root: Path, tmp_path: Path) -> None:
-    """Sequences of another length never mix with those in the table."""
-    ingest_stdlib_corpus(lakehouse, root=root)
-    tokenize(lakehouse, tmp_path)
-    with pytest.raises(SpecInvalid, match="name another table"):
-        tokenize(lakehouse, tmp_path, sequence_length=2 * LENGTH)
-
-
-def test_tokens_of_an_incomplete_corpus_are_refused(lakehouse: Lakehouse, root: Path, tmp_path: Path) -> None:
-    """A corpus that was killed half-way is not tokenized."""
-    kill_after_first_append(tmp_path, "ingest_stdlib_corpus(lakehouse, root=tmp / 'lib', progress=die)")
-    with pytest.raises(SpecInvalid, match="complete corpus"):
-        tokenize(lakehouse, tmp_path)
-
-
-def test_another_tokenizer_file_is_not_overwritten(lakehouse: Lakehouse, root: Path, tmp_path: Path) -> None:
-    """A file that some other table may need stays as it is."""
-    ingest_stdlib_corpus(lakehouse, root=root)
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(SpecInvalid, match="name another path"):
-        tokenize(lakehouse, tmp_path)
-    assert (tmp_path / "tokenizer.json").read_text() == "{}"

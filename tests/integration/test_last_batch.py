@@ -9,10 +9,9 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-import torch
 from torch.utils.data import DataLoader
 
-from dlac_pipeline.extensions.dataset import DlacDataset, as_batch
+from dlac_pipeline.extensions.dataset import DlacDataset
 from dlac_pipeline.lakehouse.errors import ResumeMismatch, SpecInvalid
 from tests.integration.datasets import Datasets, rows_of, seen
 from tests.integration.test_dataset_state import end, stateful
@@ -120,27 +119,6 @@ def test_ragged_and_nullable_columns_are_cut_together(uneven: Datasets) -> None:
         assert bytes(last["text"][start:stop].tolist()).decode() == (source[row_id]["text"] or "")
         assert last["text.valid"][place].item() == (source[row_id]["text"] is not None)
     assert len(last["tokens.offsets"]) == len(last["text.offsets"]) == 6
-
-
-@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.soak), 8])
-def test_ranks_have_as_many_batches(uneven: Datasets, world_size: int) -> None:
-    """Without a process group ranks have equally many batches, together every row once, and the mean of one rank."""
-    parts = {
-        policy: [
-            list(uneven.open(table="src.c", passes=1, rank=rank, world_size=world_size, last_batch=policy))
-            for rank in range(world_size)
-        ]
-        for policy in ("partial", "drop")
-    }
-    assert [len(part) for part in parts["partial"]] == [38] * world_size
-    assert [len(part) for part in parts["drop"]] == [37] * world_size
-    assert sorted(row for part in parts["partial"] for row in ids(part)) == list(range(1, ROWS + 1))
-    assert len({row for part in parts["drop"] for row in ids(part)}) == 37 * 8
-    assert all(len(batch["row_id"]) == 8 // world_size for part in parts["drop"] for batch in part)
-    lasts = [as_batch(part[-1]) for part in parts["partial"]]
-    shares = [batch.mean(batch["row_id"].double()) for batch in lasts]
-    rows = torch.cat([batch["row_id"] for batch in lasts]).double()
-    assert float(sum(shares)) / world_size == pytest.approx(float(rows.mean()))
 
 
 @pytest.mark.parametrize("policy", ["partial", "drop", pytest.param("pad", marks=pytest.mark.soak)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -148,31 +147,6 @@ def test_copy_is_judged_by_itself(trained: Arena, tmp_path: Path) -> None:
     assert run_status(lakehouse, "r")["step"] == 10
     resumed(trained, copy)
     assert audit_run(lakehouse, "r").exact
-
-
-@pytest.mark.soak
-def test_copied_metadata_is_judged_by_own_mark(trained: Arena, tmp_path: Path) -> None:
-    """A newer metadata file in the copy, as of a commit that did not land, is not proven by the original's mark."""
-    copy = tmp_path / "copy"
-    shutil.copytree(trained.home, copy, symlinks=True)
-    trained.train(trained.spec("r", world_size=1, passes=1, every_steps=5), until=17)
-    shutil.copytree(trained.home / "warehouse", copy / "warehouse", dirs_exist_ok=True)
-    assert run_status(connect(LakehouseConfig().at_home(copy), create=False), "r")["step"] == 10
-
-
-@pytest.mark.parametrize(
-    "how", [shutil.move, pytest.param(shutil.copytree, marks=pytest.mark.soak)], ids=["moved", "copied"]
-)
-def test_second_place_is_left_alone(arena: Arena, tmp_path: Path, how: Callable[[Path, Path], object]) -> None:
-    """A job spec that was written between two moves names the last place, not the one between."""
-    claim_launch(arena)
-    second, third = tmp_path / "second", tmp_path / "third"
-    arena.home.rename(second)
-    rewrite_spec(second)
-    how(second, third)
-    found = last_spec(connect(LakehouseConfig().at_home(third), create=False), "r")
-    assert str(second) not in found.model_dump_json()
-    assert found.checkpoint.store == found.checkpoint.local == str(third / "checkpoints")
 
 
 def test_home_moves_into_itself(arena: Arena, tmp_path: Path) -> None:

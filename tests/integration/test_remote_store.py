@@ -14,11 +14,10 @@ import dlac_pipeline as dlac
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.checkpoint import store as checkpoint_store
 from dlac_pipeline.checkpoint.listing import list_checkpoints, verify_checkpoints
-from dlac_pipeline.checkpoint.restore.verified_copy import restore
 from dlac_pipeline.checkpoint.store import tiers_of
 from dlac_pipeline.lakehouse.errors import StoreUnavailable
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow, QuarantinedCheckpointRow
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow
 from dlac_pipeline.spec.job_spec import JobSpec
 from tests.conftest import Arena, wait_until
 from tests.integration.test_cli import dlac as dlac_command
@@ -148,21 +147,6 @@ def test_missing_bucket_is_named_at_once(arena: Arena, store: ObjectStore) -> No
     with pytest.raises(StoreUnavailable, match="s3://elsewhere/checkpoints/r1"):
         arena.train(spec)
     assert arena.rows("r1") == []
-
-
-@pytest.mark.soak
-def test_a_store_that_is_away_is_not_damage(arena: Arena, store: ObjectStore) -> None:
-    """An empty bucket in place of the store, with no local copy, quarantines nothing."""
-    spec = remote(arena, store)
-    arena.train(spec, until=8)
-    shutil.rmtree(spec.checkpoint.local)
-    (row,) = arena.lineage("r1")
-    store.files.delete_dir_contents("lake")
-    with pytest.raises(StoreUnavailable, match="mount the store"):
-        restore(row, tiers_of(spec))
-    with pytest.raises(StoreUnavailable, match="mount the store"):  # also where a launch has proved that it can write
-        arena.train(spec)
-    assert arena.rows("r1", QuarantinedCheckpointRow) == []
 
 
 @pytest.mark.soak

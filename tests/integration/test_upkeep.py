@@ -183,26 +183,6 @@ def test_commit_repeats_after_compaction(ledger: Ledger, monkeypatch: pytest.Mon
     check_readable(other)
 
 
-@pytest.mark.soak
-def test_compaction_repeats_after_commit(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkpoint that lands while a merge is built makes the merge start over: it is neither lost nor doubled."""
-    other = Ledger(connect(ledger.lakehouse.config))
-    before_first_commit(monkeypatch, lambda: checkpoint(other, STEPS + 1))
-    assert compact(ledger.lakehouse).files == STEPS + 2
-    assert [row.seq for row in ledger.rows(RUN, kinds=(CheckpointRow,))] == list(range(2, STEPS + 3))
-    check_readable(ledger.lakehouse)
-
-
-@pytest.mark.soak
-def test_two_compactions_at_once(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The slower merge finds nothing to do, and no row is doubled."""
-    rows = rows_of(ledger)
-    before_first_commit(monkeypatch, lambda: run_upkeep(connect(ledger.lakehouse.config), keep=1))
-    assert compact(ledger.lakehouse).files == 0
-    assert rows_of(ledger) == rows
-    check_readable(ledger.lakehouse)
-
-
 def test_orphans_are_removed_and_nothing_else(ledger: Ledger, arena: Arena) -> None:
     """A sweep removes the files that expiry and compaction leave, and every retained snapshot can still be read."""
     rows, before = rows_of(ledger), files_of(arena)

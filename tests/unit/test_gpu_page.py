@@ -36,21 +36,6 @@ def result_on(machine: dict[str, Any], **figures: Figure) -> dict[str, Any]:
     }
 
 
-def test_page_marks_missing_accelerator() -> None:
-    """The page marks figures of a CPU clearly, for a quick reader and for a text search."""
-    page = page_of(result_on(_ON_CPU))
-    assert "**This one: no accelerator, `cpu`**" in page
-    assert "- Not run: anything on an accelerator" in page
-
-
-def test_page_names_its_device() -> None:
-    """The page names its one accelerator, whose figures prove nothing about communication between several."""
-    page = page_of(result_on(_ON_GPU))
-    assert "1 x NVIDIA H200, `cuda`" in page
-    assert "- Not run: nccl between several accelerators" in page
-    assert "Not run" not in page_of(result_on({**_ON_GPU, "count": 2}))
-
-
 def test_page_shows_what_failed() -> None:
     """The page shows a failed part, a missed bar, and kernels by name."""
     missed = Figure(value=3, unit="steps", bar="<= 0")

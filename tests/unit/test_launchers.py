@@ -14,7 +14,6 @@ from dlac_pipeline.lakehouse.errors import BadInput, SpecInvalid
 from dlac_pipeline.launchers.protocol import launcher_for, render_job
 from dlac_pipeline.spec.job_spec import parse_spec
 from dlac_pipeline.spec.launch_request import Request, pack, unpack
-from dlac_pipeline.supervise.supervisor import Supervisor
 from tests.cluster import cluster_request
 
 SLURM = {"cpu": 8, "gpu": 4, "memory_mb": 64_000, "time_limit_s": 93_784} | {
@@ -189,11 +188,6 @@ def test_missing_client_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BadInput, match=r"pip install \"dlac-pipeline\[cluster\]\""):
         launcher_for(cluster_request("kubernetes", KUBERNETES), print)
     assert "kind: JobSet" in render_job(cluster_request("kubernetes", KUBERNETES))
-
-
-def test_launcher_here_is_supervisor() -> None:
-    """The launcher of launch.on = "here" is the supervisor."""
-    assert isinstance(launcher_for(cluster_request("here", {}, rendezvous="h:1"), print), Supervisor)
 
 
 def test_node_meets_at_first() -> None:

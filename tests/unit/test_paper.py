@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from benchmarks.checkpoint import storage_figures
-from benchmarks.figures import Figure
 from benchmarks.intervals import Measured, cost_of, measured_of
 from benchmarks.intervals import figures_of as interval_figures
-from benchmarks.paper_parts.claims import claim_rows, table_2_rows
 from benchmarks.paper_parts.divergence import BATCH, Outcome, fault_steps
 from benchmarks.paper_parts.month import DAYS, INTERRUPTIONS, Mode, modes_of, simulate
-from benchmarks.paper_parts.page import program_tables
-from benchmarks.paper_parts.programs import PROGRAMS
-from benchmarks.paper_parts.summary import band_of, seconds_to, steps_worth, summarize, summarize_undisturbed
-from benchmarks.recovery_lab.stamps import Stamp, StampFile
+from benchmarks.paper_parts.summary import band_of, seconds_to, steps_worth, summarize
 
 CALM = {10: 4.0, 20: 3.0, 30: 2.0}
 
@@ -152,136 +145,3 @@ def test_blocks_become_overhead() -> None:
     assert found.noise == (1, 1)
     with pytest.raises(RuntimeError, match="two checkpoints in a block"):
         measured_of(5.0, {**raw, "checkpoints": raw["checkpoints"][:2]})
-
-
-def test_storage_beside_model_is_summed() -> None:
-    """The ledger grows with each checkpoint. The reader's state is part of the manifest."""
-    figures = storage_figures(
-        plain_bytes=1e6,
-        state_bytes=1e6 + 200,
-        manifest_bytes=500,
-        reader_state_bytes=400,
-        ledger_bytes=1_200,
-        checkpoints=4,
-    )
-    assert figures["storage_additional"].value == pytest.approx(0.1)
-    assert figures["storage_run_additional_bytes"].value == 4_000
-    assert figures["storage_run_beside_last"].value == pytest.approx(0.17)
-
-
-def test_figures_of_rows_share_table() -> None:
-    """Names that begin or end with a row's name are its cells. A missing one is empty, and the rest is a separate table."""
-    measured = {
-        "5s_overhead": Figure(value=0.0567, unit="share", bar="<= 0.02"),
-        "bytes_5s": Figure(value=123_456, unit="bytes"),
-        "10s_overhead": Figure(value=0.01, unit="share"),
-        "5s_at_risk_s": Figure(value=7.0, unit="s"),
-        "step_s": Figure(value=0.5, unit="s"),
-    }
-    sides, others = program_tables({name: each.to_json() for name, each in measured.items()}, ("5s", "10s", "30s"))
-    assert sides == (
-        ("figure", "5s", "10s"),
-        [("overhead (share)", "0.0567 (<= 0.02: missed)", "0.01"), ("bytes", "123,456", ""), ("at risk (s)", "7", "")],
-    )
-    assert others[1] == [("step s", "0.5", "s", "", "")]
-
-
-def test_name_of_side_is_removed_once() -> None:
-    """A figure of a side may end with the side's name as well."""
-    measured = {"bare_over_bare": Figure(value=1.25, unit="ratio"), "bare_s": Figure(value=4.5, unit="s")}
-    (table,) = program_tables({name: each.to_json() for name, each in measured.items()}, ("bare", "forked"))
-    assert table == (("figure", "bare"), [("over bare (ratio)", "1.25"), ("s", "4.5")])
-
-
-def test_undisturbed_trainings_have_summaries() -> None:
-    """A method that is compared with the undisturbed training of another one has none."""
-    outcomes = [outcome(method, seed=seed, faulted=False) for method in ("dlac", "stateful") for seed in (0, 1)]
-    found = summarize_undisturbed([*outcomes, outcome("restart", faulted=True)], BATCH)
-    assert [(each.method, each.seeds, each.final, each.identical) for each in found] == [
-        ("dlac", 2, 2.0, 2),
-        ("stateful", 2, 2.0, 2),
-    ]
-
-
-def test_claims_are_filled_in_from_parts() -> None:
-    """A ratio has no unit and a share is a percentage. A part that did not run, or failed, is named as not measured."""
-    figures = {
-        "resume": {"in_order_less_than_replay": Figure(value=99.28, unit="%")},
-        "state": {"torchdata_state_over_ours": Figure(value=271.4, unit="ratio")},
-        "memory_recovery": {"100M_overhead": Figure(value=0.0162, unit="share of the time")},
-    }
-    found: dict[str, Any] = {
-        part: {"figures": {name: each.to_json() for name, each in of.items()}} for part, of in figures.items()
-    }
-    cells = {row[0]: row[2:] for row in claim_rows({**found, "overhead": {"failed": "out of memory"}})}
-    assert cells["positioning"][0] == "99.3 % less in order, not measured shuffled"
-    assert cells["reader state for 10 TB and 128 workers"][1].startswith(
-        "StatefulDataLoader's is 271 times as large, not measured times"
-    )
-    assert " at 1.62 % with states in memory" in cells["recovery point objective, overhead"][0]
-    assert cells["tracking"][0].startswith("not measured")
-    assert cells["training loss under faults"] == (
-        "not measured",
-        "not measured. With two ranks in each launch: not measured",
-    )
-
-
-def test_table_2_is_filled_in_from_parts() -> None:
-    """Its last two columns are measured, or say that they are not."""
-    figures = {"one_8_wall": Figure(value=16.6, unit="s"), "one_256_wall": Figure(value=22.3, unit="s")}
-    rows = table_2_rows({"control_plane": {"figures": {name: each.to_json() for name, each in figures.items()}}})
-    cells = {category: measured for category, _, _, *measured in rows}
-    assert cells["Scaling efficiency"][1].endswith(": 16.6 s with 8 nodes, 22.3 s with 256")
-    assert cells["Resource utilization"] == [
-        "not measured to read again what was consumed, at 99 % of a pass",
-        "not measured less",
-    ]
-
-
-def test_training_loss_is_a_claim() -> None:
-    """DLAC's distance to its undisturbed training is apart from all other methods' distances."""
-    other = {step: 1.1 * loss for step, loss in CALM.items()}
-    outcomes = [
-        outcome(method, faulted=faulted, validation=other if faulted and method == "stateful" else CALM)
-        for method in ("dlac", "stateful")
-        for faulted in (False, True)
-    ]
-    found = {"divergence": {"outcomes": [asdict(each) for each in outcomes]}}
-    _, _, ours, others = claim_rows(found)[0]
-    assert ours == "DLAC, training_run of one rank: 0.00 %"
-    assert others == "StatefulDataLoader: 10.00 %. With two ranks in each launch: not measured"
-    failed = [
-        *(replace(each, setting="passes", failed="no such rank" if each.faulted else "") for each in outcomes),
-        replace(outcomes[-1], seed=1, failed="no such rank"),
-    ]
-    fixed = replace(outcomes[-1], setting="fixed", losses=dict(CALM), validation=dict(CALM))
-    of_all = [asdict(each) for each in [*outcomes, *failed, fixed]]
-    _, _, ours, others = claim_rows({"divergence": {"outcomes": of_all}})[0]
-    assert ours == "DLAC, training_run of one rank: 0.00 % and failed"
-    assert others == (
-        "StatefulDataLoader: 10.00 % (1 of its seeds failed) and failed. "
-        "With two ranks in each launch: StatefulDataLoader: 0.00 %"
-    )
-
-
-def test_programs_exist() -> None:
-    """Each part of the page names a program of the benchmarks' folder, and the rows of its table are distinct."""
-    folder = Path(__file__).parents[2] / "benchmarks"
-    for name, program in PROGRAMS.items():
-        assert (folder / f"{name}.py").is_file()
-        assert len(set(program.sides)) == len(program.sides)
-
-
-def test_stamp_is_parsed_once(tmp_path: Path) -> None:
-    """A poll parses only the stamps that were completed since the last one. A part of a line waits for its rest."""
-    path = tmp_path / "stamps"
-    stamps = StampFile(path)
-    assert stamps.read() == []
-    path.write_text("7 1 10.0 10.5\n7 2 11.0 11.5\n7 3 12")
-    assert [each.step for each in stamps.read()] == [1, 2]
-    with path.open("r+") as stream:
-        stream.write("broken")  # a second look at the first stamp would fail
-    assert [each.step for each in stamps.read(after=1)] == [2]
-    with path.open("a") as stream:
-        stream.write(".0 12.5\n8 3 13.0 13.5\n")
-    assert stamps.read(after=2) == [Stamp(7, 3, 12.0, 12.5), Stamp(8, 3, 13.0, 13.5)]
