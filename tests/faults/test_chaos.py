@@ -65,6 +65,7 @@ def processes_of(run: str) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_faults_of_three_kinds_are_healed(campaign: Arena) -> None:
     """A killed rank, a killed supervisor and a damaged checkpoint: the run finishes, and its audit is exact."""
     kills = ("--kill", "rank:1@step=7", "--kill", "supervisor@step=20", "--kill", "checkpoint@step=35")

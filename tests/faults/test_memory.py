@@ -78,6 +78,7 @@ def test_killed_rank_costs_two_batches(campaign: Arena) -> None:
     assert [row.memory_of for row in campaign.rows(run, ClaimRow)] == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_background_checkpoint_leaves_out_no_state(campaign: Arena) -> None:
     """The steps whose checkpoints are committed in the background have states as well."""
     run, kept = "memory-background", set[int]()
@@ -134,6 +135,7 @@ def test_state_outlives_its_supervisor(campaign: Arena) -> None:
     assert audit_run(campaign.lakehouse, run).exact
 
 
+@pytest.mark.slow
 def test_stop_request_still_takes_checkpoint(campaign: Arena) -> None:
     """The message that asks to stop may arrive while a state is kept: the run stops after a checkpoint of that step."""
     run = "memory-stopped"
@@ -200,6 +202,7 @@ def test_full_memory_ends_no_run(campaign: Arena, small_disk: Path) -> None:
     assert audit_run(campaign.lakehouse, run).exact
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can make folders of another user")
 def test_prepared_folder_is_refused(campaign: Arena, tmp_path: Path) -> None:
     """Another user has put links to this user's files where states go: the run trains without states, and removes nothing."""
@@ -218,6 +221,7 @@ def test_prepared_folder_is_refused(campaign: Arena, tmp_path: Path) -> None:
     assert campaign.journal(run) == campaign.journal("reference")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can mount")
 def test_read_only_memory_ends_no_run(campaign: Arena) -> None:
     """Processes of ranks start without semaphores in /dev/shm. A warning names the setting, and the run trains on."""
@@ -227,6 +231,7 @@ def test_read_only_memory_ends_no_run(campaign: Arena) -> None:
     assert any("checkpoint.memory" in event["message"] for event in launch.of("warning"))
 
 
+@pytest.mark.slow
 def test_read_only_folder_ends_no_run(campaign: Arena, small_disk: Path) -> None:
     """No state can be kept in the folder: a warning names the setting, and the run trains on."""
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
@@ -284,6 +289,7 @@ def test_damaged_head_leaves_memory(campaign: Arena, damaged: str, only: bool) -
     assert len(kept) == 2
 
 
+@pytest.mark.slow
 def test_wrong_model_leaves_state(campaign: Arena) -> None:
     """A launch whose model has another size fails. The state stays for the corrected script, and no finished step is repeated."""
     run = "memory-misfit"
@@ -340,10 +346,9 @@ def kill_held(arena: Arena, launch: Launch, spec: JobSpec, victim: str, phase: s
     return launch
 
 
-@pytest.mark.parametrize(
-    "victim", ["rank", *(pytest.param(each, marks=pytest.mark.slow) for each in ("ranks", "supervisor"))]
-)
-@pytest.mark.parametrize("repeats", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["rank", "ranks", "supervisor"])
+@pytest.mark.parametrize("repeats", [False, True])
 def test_death_in_recovery_keeps_state(campaign: Arena, victim: str, repeats: bool) -> None:
     """Attempts die while they load the state, and in their first step: the next one resumes from the state again.
 

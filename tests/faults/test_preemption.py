@@ -122,6 +122,7 @@ def test_signal_to_process_tree_makes_checkpoint(campaign: Arena, start: str) ->
     finish_exactly(campaign, run)
 
 
+@pytest.mark.slow
 def test_own_handler_leaves_preemption(campaign: Arena) -> None:
     """The script has a handler of SIGTERM: it is called, and the run still stops after a checkpoint."""
     run = "own-handler"

@@ -159,6 +159,7 @@ def test_hung_group_is_replaced(campaign: Arena, calm: Trained) -> None:
     assert "died of Hang: no heartbeat for 2 s, last while computing" in trained.launch.of("group_died")[0]["cause"]
 
 
+@pytest.mark.slow
 def test_stopped_run_resumes_with_fewer_groups(campaign: Arena, calm: Trained) -> None:
     """A stop ends all groups after one checkpoint at the same step. Two groups train the rest, with the same batches."""
     launch = launch_groups(campaign, "stopped", pause_s=0.02)

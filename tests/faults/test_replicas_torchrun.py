@@ -153,7 +153,8 @@ def memberships(campaign: Arena, run: str) -> list[tuple[int, ...]]:
     return [tuple(row.groups) for row in campaign.rows(run, MembershipRow)]
 
 
-@pytest.mark.parametrize("group", [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("group", [1, 0])
 def test_dead_group_rejoins(campaign: Arena, groups_of: Any, group: int) -> None:
     """SIGKILL of a group, also of the one that takes the checkpoints: torchrun starts it, and a peer gives it the state."""
     groups = groups_of(f"torchrun-dies-{group}", awaits=f"{group}:40")

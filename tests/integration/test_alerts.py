@@ -149,6 +149,7 @@ def test_alerts_separate_recovery_from_human_work(arena: Arena, home: Path, inst
     assert [alert.message for alert in alerts] == ["it died"] * 2
 
 
+@pytest.mark.slow
 def test_failed_checks_of_our_runs_are_reported(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
     """One alert for a run, with its worst severity, whether it ended well or failed; other teams' checks are theirs."""
     pager = Pager()
@@ -207,6 +208,7 @@ def test_refused_alert_is_retried_in_order(
     assert pager.sent[2:] == [("gave_up", "last")]
 
 
+@pytest.mark.slow
 def test_failing_command_is_run_again(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
     """The next tick runs it again."""
     refusing = 'cat > /dev/null; echo tried >> "$0"; exit 1'
@@ -220,6 +222,7 @@ def test_failing_command_is_run_again(arena: Arena, home: Path, instance: dg.Dag
         assert (home / "tries").read_text().count("tried") == tries
 
 
+@pytest.mark.slow
 def test_materialized_training_is_reported(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
     """*Materialize* in the UI launches the job of all assets; other assets of it, and other teams' runs, are skipped."""
     pager = Pager()
@@ -237,6 +240,7 @@ def test_materialized_training_is_reported(arena: Arena, home: Path, instance: d
     assert "there is no alert" in str(watch.tick())
 
 
+@pytest.mark.slow
 def test_death_beside_refusal_is_reported(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
     """If one training run of a Dagster run was refused and another died, the alert names the dead run."""
     pager = Pager()

@@ -127,6 +127,7 @@ def without_one(rows: list[Columns]) -> list[Columns]:
     return [row for row in rows if row is not lost]
 
 
+@pytest.mark.slow
 def test_script_ends_with_verdict(lake: Lake) -> None:
     """The script's totals, problems and verdict are the audit's, of runs that are exact and of such that are not."""
     for run in ("reference", "faulty", lake.forge(rewound), lake.forge(lambda rows: rows[:1])):

@@ -164,6 +164,7 @@ def test_dead_run_is_recovered_with_overrides(arena: Arena, instance: dg.Dagster
     assert audit_run(arena.lakehouse, "dead").exact
 
 
+@pytest.mark.slow
 def test_new_job_file_defers_recovery(arena: Arena, instance: dg.DagsterInstance) -> None:
     """A sensor whose code location was loaded before the job file was written waits until it is loaded again."""
     arena.table()
@@ -183,6 +184,7 @@ def test_new_job_file_defers_recovery(arena: Arena, instance: dg.DagsterInstance
     assert request.asset_selection == [model_key("new")]
 
 
+@pytest.mark.slow
 def test_missing_definition_is_reported(arena: Arena, instance: dg.DagsterInstance) -> None:
     """After two minutes the sensor skips a run that no definition names. The run's page and an alert report it."""
     arena.table()
@@ -216,6 +218,7 @@ def test_broken_job_file_is_not_recovered(arena: Arena, instance: dg.DagsterInst
     assert "cannot be launched again" in str(skipped.skip_message)
 
 
+@pytest.mark.slow
 def test_finished_training_is_not_recovered(arena: Arena, instance: dg.DagsterInstance) -> None:
     """One Dagster run trains two runs and dies after the first: the sensor requests a recovery of the second only."""
     arena.table()
@@ -243,6 +246,7 @@ def test_overrides_of_filter_are_planned(arena: Arena, instance: dg.DagsterInsta
     assert audit_run(arena.lakehouse, "filtered").rows_consumed == 1000
 
 
+@pytest.mark.slow
 def test_overrides_do_not_stay(arena: Arena) -> None:
     """Settings in defs.yaml are the same after a launch that overrode some of them."""
     raw = arena.spec("inline", world_size=1).model_dump(mode="json", exclude_none=True)
@@ -312,6 +316,7 @@ def test_spec_has_one_place(arena: Arena) -> None:
             TrainingRun(**attributes)
 
 
+@pytest.mark.slow
 def test_new_snapshot_is_observed_without_runs(arena: Arena, instance: dg.DagsterInstance) -> None:
     """The sensor of a source table launches no run, and reports a snapshot once. By it a training run is automated."""
     arena.monkeypatch.setenv("DLAC_HOME", str(arena.home))
@@ -345,7 +350,8 @@ def test_new_snapshot_is_observed_without_runs(arena: Arena, instance: dg.Dagste
     assert instance.get_runs_count() == 0
 
 
-@pytest.mark.parametrize("process", ["old", pytest.param("new", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("process", ["old", "new"])
 def test_edited_file_keeps_the_launch(arena: Arena, instance: dg.DagsterInstance, process: str) -> None:
     """A job file that is edited while a run trains changes neither its checks nor its recovery, also in new processes."""
     arena.monkeypatch.setattr(training_runs_module, "wrong_job_files", [])

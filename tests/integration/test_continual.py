@@ -97,6 +97,7 @@ def test_schedule_names_wrong_job_files(arena: Arena, instance: dg.DagsterInstan
     assert scheduled(instance) == "this code location defines no training run"
 
 
+@pytest.mark.slow
 def test_live_manual_launch_is_left_alone(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
     """Nor does a Dagster run that was refused for its sake."""
     arena.table(appends=(600,))
@@ -168,6 +169,7 @@ ENDED_FOR_GOOD = {
 """Reason in the schedule's message: the state and the tags of the Dagster run."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "why", [pytest.param(why, marks=[pytest.mark.soak] if at else []) for at, why in enumerate(ENDED_FOR_GOOD)]
 )
@@ -193,6 +195,7 @@ def test_what_ended_for_good_waits_for_an_append(
     assert again.tags["dlac/due"] != request.tags["dlac/due"]
 
 
+@pytest.mark.slow
 def test_failed_recovery_counts_for_its_run(
     arena: Arena, home: Path, instance: dg.DagsterInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,6 +221,7 @@ def test_failed_recovery_counts_for_its_run(
     assert [one.tags[RUN_TAG] for one in scheduled(instance)] == ["recovers"]
 
 
+@pytest.mark.slow
 def test_a_mended_spec_or_script_is_tried_again(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
     """It is tried again without an append. A run with too few rows left for a batch resumes with a smaller batch."""
     arena.table(appends=(600,))

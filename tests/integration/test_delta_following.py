@@ -70,6 +70,7 @@ def test_resumed_run_trains_appended_versions(arena: Arena, location: Path) -> N
     assert report.exact, report.problems
 
 
+@pytest.mark.slow
 def test_later_pass_reads_another_version(arena: Arena, location: Path) -> None:
     """A version is a setting that a new leg may change, to a later one as to an earlier one."""
     append(location, 100, 28)
@@ -82,6 +83,7 @@ def test_later_pass_reads_another_version(arena: Arena, location: Path) -> None:
         assert audit_run(arena.lakehouse, run).exact
 
 
+@pytest.mark.slow
 def test_audit_of_finished_run_survives_vacuum(arena: Arena, location: Path) -> None:
     """A finished run releases its version. Files of a version that a run needs are missed."""
     arena.train(spec_of(arena, "finished", location, follow="pinned"))
@@ -95,6 +97,7 @@ def test_audit_of_finished_run_survives_vacuum(arena: Arena, location: Path) -> 
     assert audit_run(arena.lakehouse, "finished").exact
 
 
+@pytest.mark.slow
 def test_deletes_and_vectors_are_followed(arena: Arena, location: Path) -> None:
     """Rows that died since are known to be gone, by their positions."""
     load_version(arena.lakehouse, external_identifier("delta", str(location)))
@@ -109,6 +112,7 @@ def test_deletes_and_vectors_are_followed(arena: Arena, location: Path) -> None:
     assert gone.tolist() == [3, 5]
 
 
+@pytest.mark.slow
 def test_changes_without_identity_are_refused(arena: Arena, location: Path) -> None:
     """A delete that copies rows is an overwrite, as Iceberg sources have it. Identity columns make it a delete."""
     load_version(arena.lakehouse, external_identifier("delta", str(location)))
@@ -121,6 +125,7 @@ def test_changes_without_identity_are_refused(arena: Arena, location: Path) -> N
     assert len(found.portions) == 1
 
 
+@pytest.mark.slow
 def test_restored_rows_are_an_overwrite(arena: Arena, location: Path) -> None:
     """A vector that shrinks brings rows back, which no run would read if it were a delete."""
     [path] = live_adds(location)
@@ -132,6 +137,7 @@ def test_restored_rows_are_an_overwrite(arena: Arena, location: Path) -> None:
         _ = history(arena, location, since=1).portions
 
 
+@pytest.mark.slow
 def test_gap_in_log_counts_as_one_change(arena: Arena, location: Path) -> None:
     """Versions whose commits were cleaned up: appends are followed, and a compaction among them is not taken for one."""
     load_version(arena.lakehouse, external_identifier("delta", str(location)))
@@ -162,6 +168,7 @@ def test_vacuum_between_save_and_resume_is_named(arena: Arena, location: Path) -
     assert len(planned_rows(arena.lakehouse, location)) == 90
 
 
+@pytest.mark.slow
 def test_recreated_table_is_another_one(arena: Arena, location: Path) -> None:
     """A table at the same location with another id is not the planned one. A log of fewer versions is not, either."""
     spec = spec_of(arena, "first", location, every_steps=1)
@@ -181,6 +188,7 @@ def test_recreated_table_is_another_one(arena: Arena, location: Path) -> None:
         planned_rows(arena.lakehouse, location)
 
 
+@pytest.mark.slow
 def test_racing_processes_mirror_a_version_once(arena: Arena, location: Path) -> None:
     """Threads that mirror the same versions at the same time get the same snapshots."""
     for start in range(100, 140, 10):
@@ -205,6 +213,7 @@ def test_racing_processes_mirror_a_version_once(arena: Arena, location: Path) ->
     assert [len(planned_rows(arena.lakehouse, location, version)) for version in range(5)] == [100, 110, 120, 130, 140]
 
 
+@pytest.mark.slow
 def test_upkeep_leaves_delta_files_alone(arena: Arena, location: Path) -> None:
     """Neither upkeep nor the mirror changes a file of the Delta table."""
     before = {path: path.stat().st_mtime_ns for path in location.rglob("*")}
@@ -213,6 +222,7 @@ def test_upkeep_leaves_delta_files_alone(arena: Arena, location: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in location.rglob("*")} == before
 
 
+@pytest.mark.slow
 def test_table_in_object_store_is_read(arena: Arena, store: ObjectStore) -> None:
     """With the settings of the lakehouse's object store, and checked for files that are gone."""
     options = {"AWS_ENDPOINT_URL": store.url, "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}

@@ -79,6 +79,7 @@ def test_every_version_reads_exactly(arena: Arena, location: Path) -> None:
     check_all_versions(arena, location)
 
 
+@pytest.mark.slow
 def test_overwritten_schema_keeps_old_versions(arena: Arena, location: Path) -> None:
     """A column that has another type, another place or none since, and other partitions."""
     write_deltalake(location, some_rows(0, 10), partition_by=["day"])
@@ -88,6 +89,7 @@ def test_overwritten_schema_keeps_old_versions(arena: Arena, location: Path) -> 
     check_all_versions(arena, location)
 
 
+@pytest.mark.slow
 def test_partition_values_of_all_types(arena: Arena, location: Path) -> None:
     """Values that paths escape, nulls, an empty text, NaN, dates and times before 1970, decimals and bytes."""
     count = 6
@@ -114,6 +116,7 @@ def test_partition_values_of_all_types(arena: Arena, location: Path) -> None:
     assert sorted(row["id"] for row in by_filter) == [0, 1, 4]
 
 
+@pytest.mark.slow
 def test_nested_and_rare_columns(arena: Arena, location: Path) -> None:
     """Structs, lists, maps, bytes and times keep their values when a field is added inside a struct."""
     kind = pa.struct([("a", pa.int32()), ("b", pa.list_(pa.string()))])
@@ -150,6 +153,7 @@ def test_deletion_vectors_hide_rows(arena: Arena, location: Path, inline: bool) 
     assert len(planned_rows(arena.lakehouse, location, 2)) == 16
 
 
+@pytest.mark.slow
 def test_vector_beyond_first_bitmap_container(arena: Arena, location: Path) -> None:
     """Positions past 65,536 are in other containers of the bitmap."""
     rows = pa.table({"id": pa.array(range(200_000), pa.int64())})
@@ -161,6 +165,7 @@ def test_vector_beyond_first_bitmap_container(arena: Arena, location: Path) -> N
     assert found == set(range(200_000)) - set(dead)
 
 
+@pytest.mark.slow
 def test_field_ids_in_files_are_ignored(arena: Arena, location: Path) -> None:
     """An Arrow table that was read from Iceberg brings field ids into the files that differ from the table's."""
     swapped = [pa.field("a", pa.int64(), metadata={"PARQUET:field_id": "2"}), pa.field("b", pa.int64())]
@@ -172,6 +177,7 @@ def test_field_ids_in_files_are_ignored(arena: Arena, location: Path) -> None:
     assert planned_rows(arena.lakehouse, location) == [{"a": 1, "b": 2}]
 
 
+@pytest.mark.slow
 def test_rows_without_statistics_are_counted(arena: Arena, location: Path) -> None:
     """Then the number of rows of a file is in its footer only."""
     write_deltalake(location, some_rows(0, 10), configuration={"delta.dataSkippingNumIndexedCols": "0"})
@@ -199,6 +205,7 @@ def test_features_that_change_rows_are_refused(
         planned_rows(arena.lakehouse, location, columns=["id"])
 
 
+@pytest.mark.slow
 def test_widened_types_are_refused(arena: Arena, location: Path) -> None:
     """The feature alone changes nothing. A column whose type was changed is refused."""
     write_deltalake(location, some_rows(0, 3))

@@ -129,6 +129,7 @@ def test_dg_scaffolds_and_checks_run(tmp_path: Path) -> None:
     assert "'spec_fil' was unexpected" in wrong.stdout + wrong.stderr
 
 
+@pytest.mark.slow
 def test_own_workspace_is_valid_anywhere(tmp_path: Path) -> None:
     """This repository's definitions load from a working directory whose modules have the same names."""
     (tmp_path / "jobs").mkdir()

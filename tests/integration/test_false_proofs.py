@@ -106,6 +106,7 @@ def test_adopted_export_is_affected(exported: Exported, kind: str) -> None:
     assert not [each for each in erasure.plan()["rows"]["limits"] if each.startswith("Run d")]
 
 
+@pytest.mark.slow
 def test_unknown_adoption_is_a_limit(exported: Exported) -> None:
     """A run whose adopted weights name no checkpoint is named in the certificate, also once it was taken back to them."""
     arena = exported.arena
@@ -127,6 +128,7 @@ def test_unknown_adoption_is_a_limit(exported: Exported) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_exports_of_two_checkpoints_are_refused(exported: Exported) -> None:
     """A folder with files of two checkpoints has no one origin, and begins no run."""
     tensors, places = load_file(exported.file), {}
@@ -155,6 +157,7 @@ def test_unsafe_files_claim_no_run(arena: Arena, here: Command) -> None:
     assert arena.rows("d") == []
 
 
+@pytest.mark.slow
 def test_killed_adoption_blocks_no_certificate(arena: Arena) -> None:
     """An adoption that was killed after its claim has trained nothing and reads nothing."""
     arena.table(appends=(400,))
@@ -189,6 +192,7 @@ def kill_with_state(arena: Arena, spec: JobSpec, step: int) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rewound", [False, True])
 def test_state_in_memory_refuses_certificate(arena: Arena, rewound: bool) -> None:
     """A killed launch has read the row after its last checkpoint. Its state is removed, also after a rewind by hand."""
@@ -252,6 +256,7 @@ def test_forged_statements_are_found(certified: tuple[Erasure, dict[str, Any]]) 
         assert erasure.differences({"certificate": {**honest, **each}}), each
 
 
+@pytest.mark.slow
 def test_emptied_certificate_is_found(certified: tuple[Erasure, dict[str, Any]]) -> None:
     """A signed certificate without runs, with a script that returns nothing, and of another date has three differences."""
     erasure, honest = certified
@@ -322,6 +327,7 @@ def test_expired_row_is_found_by_key(arena: Arena) -> None:
     assert any("are not counted" in each for each in other.plan()["problems"])
 
 
+@pytest.mark.slow
 def test_lost_append_proves_nothing(arena: Arena) -> None:
     """A run without an append, and a fork of a lost checkpoint, are unknown to all proofs until they are retired."""
     arena.table(appends=(400,))
@@ -348,6 +354,7 @@ def test_lost_append_proves_nothing(arena: Arena) -> None:
     assert erasure.certify()
 
 
+@pytest.mark.slow
 def test_follower_skips_forgotten_row(arena: Arena) -> None:
     """A run that has not planned an appended row yet will read it, unless it excludes it."""
     arena.table(appends=(200,))
@@ -363,6 +370,7 @@ def test_follower_skips_forgotten_row(arena: Arena) -> None:
     assert erasure.differences(document) == []
 
 
+@pytest.mark.slow
 def test_exclusion_counts_for_its_source(arena: Arena) -> None:
     """A run at its beginning that excludes a row from one of two sources will read it from the second source."""
     arena.table(appends=(400,))
@@ -378,6 +386,7 @@ def test_exclusion_counts_for_its_source(arena: Arena) -> None:
         assert row not in rows_until(arena.train(spec), 99)
 
 
+@pytest.mark.slow
 def test_each_alternative_needs_its_keys(arena: Arena) -> None:
     """A filter over two kinds of keys is not answered for a file with one kind only, and contradictions match nothing."""
     table = arena.table(appends=(64,))
@@ -396,6 +405,7 @@ def test_each_alternative_needs_its_keys(arena: Arena) -> None:
     assert both.plan()["rows"]["count"] == 1
 
 
+@pytest.mark.slow
 def test_whole_table_is_forgotten(arena: Arena) -> None:
     """A run that would have no row left does not stop other runs. The answer names `dlac checkpoint retire` for it."""
     arena.table(appends=(64,))

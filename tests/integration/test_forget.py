@@ -235,6 +235,7 @@ def test_fork_after_rows_begins_again(arena: Arena) -> None:
     assert {run["run"] for run in document["certificate"]["runs"]} == {"p", "before", "after", "new"}
 
 
+@pytest.mark.slow
 @SOAK
 def test_tags_exports_and_branches_are_cleared(arena: Arena) -> None:
     """Tags on affected checkpoints are removed, abandoned ones are retired, exports are listed, and clean ones stay."""
@@ -303,6 +304,7 @@ def test_killed_execution_is_repeated(arena: Arena, step: str) -> None:
     assert erasure.certify()
 
 
+@pytest.mark.slow
 @SOAK
 def test_packed_document_is_forgotten(arena: Arena) -> None:
     """A document with its first tokens in a step is affected from then on, and its cost is also stated in tokens."""
@@ -332,6 +334,7 @@ def test_packed_document_is_forgotten(arena: Arena) -> None:
     assert erasure.certify()
 
 
+@pytest.mark.slow
 @SOAK
 def test_unread_rows_are_only_excluded(arena: Arena) -> None:
     """A run that will read the rows loses no step, and a finished run without them is left alone."""
@@ -404,6 +407,7 @@ def test_bad_requests_are_refused(arena: Arena) -> None:
     assert arena.rows("r") == before
 
 
+@pytest.mark.slow
 def test_commands_forget_and_verify(arena: Arena, here: Command, tmp_path: Path) -> None:
     """The commands plan, execute, certify and verify, and a verification that fails has another exit status."""
     arena.table(appends=(200,))

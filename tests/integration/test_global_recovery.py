@@ -185,6 +185,7 @@ def test_recovery_keeps_settings_and_priority(arena: Arena, home: Path, instance
         assert not {"dagster/from_ui", "dlac/due"} & set(request.tags)
 
 
+@pytest.mark.slow
 def test_a_killed_run_leaves_its_pool(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
     """Dagster frees the slots of a run in the run's own process; where that was killed, its recovery would wait for ever."""
     spec = left(arena, "pooled")
@@ -199,6 +200,7 @@ def test_a_killed_run_leaves_its_pool(arena: Arena, home: Path, instance: dg.Dag
     assert pools.claim_concurrency_slot(POOL, "another", step_of(spec)).is_claimed
 
 
+@pytest.mark.slow
 def test_unwatched_time_is_no_silence(
     arena: Arena, home: Path, instance: dg.DagsterInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -62,6 +62,7 @@ def in_order(rows: Rows, names: list[str]) -> list[str]:
     return sorted(repr([row[name] for name in names]) for row in rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COPY_ON_WRITE)
 def test_every_instant_reads_exactly(arena: Arena, tmp_path: Path, name: str) -> None:
     """Inserts, upserts, deletes, overwrites of partitions and of the table, and clustering, of tables that Spark wrote."""
@@ -74,6 +75,7 @@ def test_every_instant_reads_exactly(arena: Arena, tmp_path: Path, name: str) ->
         assert in_order(found, names) == in_order(expected, names), f"instant {version}"
 
 
+@pytest.mark.slow
 def test_uncompacted_log_files_are_refused(arena: Arena, tmp_path: Path) -> None:
     """Their rows have no positions. After a compaction the same table reads exactly."""
     location = unpack(MERGE_ON_READ, tmp_path / "t")
@@ -86,6 +88,7 @@ def test_uncompacted_log_files_are_refused(arena: Arena, tmp_path: Path) -> None
         assert in_order(found, list(found[0])) == in_order(expected, list(found[0])), f"instant {version}"
 
 
+@pytest.mark.slow
 def test_inserts_are_followed(arena: Arena, tmp_path: Path) -> None:
     """New file groups are appends, and clustering is a rewrite. An upsert is an overwrite unless rows have an identity."""
     location = unpack(TRANSACTIONS, tmp_path / "t")
@@ -102,6 +105,7 @@ def test_inserts_are_followed(arena: Arena, tmp_path: Path) -> None:
     changes(table, versions[0], versions[-1], on_overwrite="read", identity_columns=["txn_id"]).check()
 
 
+@pytest.mark.slow
 def test_table_in_object_store_is_read(arena: Arena, store: ObjectStore, tmp_path: Path) -> None:
     """With the settings of the lakehouse's object store."""
     location = unpack("cow_v6_complexkeygen_hivestyle", tmp_path / "t")

@@ -61,6 +61,7 @@ def test_run_without_process_is_lost(arena: Arena, home: Path, instance: dg.Dags
     ]
 
 
+@pytest.mark.slow
 def test_run_without_heartbeat_is_lost_later(
     arena: Arena, home: Path, instance: dg.DagsterInstance, tmp_path: Path
 ) -> None:
@@ -132,6 +133,7 @@ def look(instance: dg.DagsterInstance, cursor: str | None) -> tuple[str | None, 
     return data.cursor, data.skip_message or ""
 
 
+@pytest.mark.slow
 def test_run_with_manual_launch_stays(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
     """While a process holds the lock of the launch there is nothing to recover. Afterwards there is."""
     arena.table()

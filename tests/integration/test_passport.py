@@ -88,6 +88,7 @@ def test_passport_names_what_it_misses(forked: Forked) -> None:
     assert (answer["trained_on"], answer["unknown"]) == ("unknown", "1 data files of src.v have no keys")
 
 
+@pytest.mark.slow
 def test_keys_of_other_columns_are_unknown(arena: Arena, here: Command) -> None:
     """A data file that has keys of other columns only leaves a question open."""
     arena.table(appends=(64,))
@@ -100,6 +101,7 @@ def test_keys_of_other_columns_are_unknown(arena: Arena, here: Command) -> None:
         assert passport.facts.incomplete == ('1 data files of src.t have no keys of {"row_id": "BIGINT"}',)
 
 
+@pytest.mark.slow
 def test_run_without_keys_has_no_passport(arena: Arena, here: Command) -> None:
     """The export is written, and the command reports that there is no passport."""
     arena.table(appends=(100,))
@@ -157,6 +159,7 @@ def test_other_weights_are_refused(forked: Forked) -> None:
         OpenPassport(out)
 
 
+@pytest.mark.slow
 def test_weights_without_keys_lose_passport(forked: Forked) -> None:
     """Weights of a run without keys replace an export, whose passport would speak of them."""
     out, _ = forked.export("b")

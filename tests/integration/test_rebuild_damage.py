@@ -198,6 +198,7 @@ def test_entry_of_another_lakehouse(trained: Arena) -> None:
     assert comparable(trained.lakehouse.read_own("consumption").to_pylist()) == comparable(before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", [empty, replace], ids=lambda each: each.__name__)
 def test_misnumbered_entry_is_confined(trained: Arena, damage: Callable[[Path, Path], None]) -> None:
     """A stray file with a huge number costs neither memory nor other appends. A copy of an entry proves nothing."""
@@ -225,6 +226,7 @@ def test_damaged_table_and_entry(trained: Arena) -> None:
     assert rows_of(trained) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", ["catalog", "table"])
 def test_copy_is_rebuilt_alone(trained: Arena, tmp_path: Path, lost: str) -> None:
     """The catalog of a copy is lost. Its tables are restored from the copied files, and the original stays as it is."""

@@ -86,6 +86,7 @@ def test_killed_loop_is_compared(arena: Arena, forgets: bool) -> None:
     assert not arena.lakehouse.read_own("plans").num_rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("newest_first", "kind", "rows"), [(False, "outside", 400), (True, "repeated", 400)])
 def test_appended_table_moves_loop(arena: Arena, newest_first: bool, kind: str, rows: int) -> None:
     """A loop that lists the files again reads appended rows, or rows that it has read. DLAC reads the first snapshot."""
@@ -101,6 +102,7 @@ def test_appended_table_moves_loop(arena: Arena, newest_first: bool, kind: str, 
     assert difference.note == ("400 of them were appended since" if kind == "outside" else "")
 
 
+@pytest.mark.slow
 def test_other_ranks_and_pass_in_progress(arena: Arena) -> None:
     """DLAC resumes with the ranks of each launch. In the middle of the second pass no row of it is missing yet."""
     arena.table(appends=(100,))
@@ -118,6 +120,7 @@ def test_other_ranks_and_pass_in_progress(arena: Arena) -> None:
     assert [(each.launch, each.step, each.ranks) for each in report.restarts] == [(2, 4, 4)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("begin", "ranks", "reason"),
     [
@@ -141,6 +144,7 @@ def test_loop_is_counted_without_dlac(arena: Arena, begin: int, ranks: int, reas
     assert f"DLAC's reader was not run: {reason}" in report.notes
 
 
+@pytest.mark.slow
 def test_column_without_counts_is_shown(arena: Arena, home: Path, here: Command) -> None:
     """The command shows a dash where DLAC's reader was not run, and the reason."""
     arena.table(appends=(100,))
@@ -156,6 +160,7 @@ def test_column_without_counts_is_shown(arena: Arena, home: Path, here: Command)
     assert any(line.startswith("note: DLAC's reader was not run: ") for line in lines)
 
 
+@pytest.mark.slow
 def test_skipped_pass_is_missing(arena: Arena) -> None:
     """All rows of a pass that the loop has left out after a restart are missing, and DLAC reads them."""
     arena.table(appends=(100,))
@@ -169,6 +174,7 @@ def test_skipped_pass_is_missing(arena: Arena) -> None:
     assert [(each.kind, each.pass_number) for each in report.differences] == [("missing", 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["delete", "rename"])
 def test_unreadable_present_keeps_counts(arena: Arena, change: str) -> None:
     """A table that has no rows, or another name of the key, since the loop began takes remarks away, not the counts."""
@@ -190,6 +196,7 @@ def test_unreadable_present_keeps_counts(arena: Arena, change: str) -> None:
     assert report.notes[0].startswith("rows that were appended or deleted since are unknown: expected ")
 
 
+@pytest.mark.slow
 def test_skipped_rows_are_missing(arena: Arena, home: Path, here: Command) -> None:
     """The command names the row groups of rows that were never read, and ends with status 1."""
     arena.table(appends=(100,), row_group_rows=25)
@@ -208,6 +215,7 @@ def test_skipped_rows_are_missing(arena: Arena, home: Path, here: Command) -> No
     assert json.loads(asked.stdout)["missing"] == 20
 
 
+@pytest.mark.slow
 def test_deleted_and_filtered_rows_differ(arena: Arena) -> None:
     """Rows that were deleted before the loop read them are missing, and rows that the filter leaves out are outside."""
     arena.table(appends=(100,))

@@ -75,6 +75,7 @@ def test_ranks_weigh_short_batch(arena: Arena, trainer: str, left: int) -> None:
     assert arena.losses(trainer) == pytest.approx(arena.losses("plain"), rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*is deprecated:FutureWarning")
 @pytest.mark.parametrize("left", [43, 1])
 def test_torchtitan_weighs_short_batch(arena: Arena, left: int) -> None:
@@ -98,6 +99,7 @@ def test_torchtitan_weighs_short_batch(arena: Arena, left: int) -> None:
     assert_close(dict(trainer.model.state_dict()), dict(network.state_dict()))
 
 
+@pytest.mark.slow
 def test_loss_without_weight_is_refused(arena: Arena) -> None:
     """A loader's plain mean is refused in the first step if a later batch is short, and taken if every batch is full."""
     arena.table(appends=(269,))
@@ -114,6 +116,7 @@ def test_loss_without_weight_is_refused(arena: Arena) -> None:
     assert train("full", row_filter="row_id < 256") == 8
 
 
+@pytest.mark.slow
 def test_own_training_step_must_weigh(arena: Arena) -> None:
     """A Trainer whose training_step does not ask for the Trainer's loss is refused once a batch is short."""
     arena.table(appends=(64 + 5,))
@@ -128,6 +131,7 @@ def test_own_training_step_must_weigh(arena: Arena) -> None:
     assert not arena.lineage("r")
 
 
+@pytest.mark.slow
 def test_epoch_continues_after_resumption(arena: Arena) -> None:
     """The Trainer's log has the epoch of the step, whether it was resumed or not."""
     arena.table()

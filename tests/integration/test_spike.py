@@ -86,6 +86,7 @@ def test_bad_row_is_ranked_first(spiky: Arena, here: Command) -> None:
     assert command[7:] == ["--home", str(spiky.home)]
 
 
+@pytest.mark.slow
 def test_early_step_is_replayed_from_start(spiky: Arena, here: Command) -> None:
     """No checkpoint before the step is needed where the run began. Each sample has the loss that the model gave it."""
     step = step_of(spiky, 777)
@@ -119,6 +120,7 @@ def test_bad_steps_are_refused(spiky: Arena, workshop: Workshop) -> None:
     assert set(steps.losses()) == set(range(1, steps.last + 1)) - {3, 5}
 
 
+@pytest.mark.slow
 def test_spike_stops_run(spiky: Arena, here: Command) -> None:
     """No checkpoint has the step, also after a restart, by losses of the ledger. The printed commands lead on without the row."""
     step, spec = step_of(spiky, 333), spiky.spec("s", passes=1, on_spike="stop", identity_columns=["doc's"])
@@ -147,6 +149,7 @@ def test_spike_stops_run(spiky: Arena, here: Command) -> None:
     assert [shlex.split(later).count(word) for word in ("--exclude", f"{shlex.split(command)[-1]}")] == [2, 1]
 
 
+@pytest.mark.slow
 def test_spike_rows_are_excluded(spiky: Arena) -> None:
     """The next attempt leaves the bad row alone out, and the audit of the run is exact."""
     launch = spiky.launch(spiky.spec("e", passes=1, on_spike="exclude"))
@@ -214,6 +217,7 @@ def packed_report(arena: Arena, spec: JobSpec) -> SpikeReport:
     return explain_spike(arena.lakehouse, "p", step=6, column="row_id", spec=spec)
 
 
+@pytest.mark.slow
 def test_packed_documents_have_own_losses(arena: Arena) -> None:
     """Each document has the mean over its tokens in the step, measures do not count, and a flat loss ranks nothing."""
     spec = packed_spec(arena, 32)

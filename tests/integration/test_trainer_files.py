@@ -215,6 +215,7 @@ def test_uncommitted_save_is_not_resumed(arena: Arena) -> None:
     assert len(arena.losses("r")) == _STEPS
 
 
+@pytest.mark.slow
 def test_second_process_fences_trainer(arena: Arena) -> None:
     """The Trainer of the first process trains until its next save, which is refused."""
     arena.table()
@@ -230,6 +231,7 @@ def test_second_process_fences_trainer(arena: Arena) -> None:
     assert [row.step for row in arena.rows("r", CheckpointRow)] == [20]
 
 
+@pytest.mark.slow
 def test_early_stop_commits_last_step(arena: Arena) -> None:
     """Another callback stops the Trainer. Its last step is saved and committed, and the run is not finished."""
     arena.table()
@@ -258,6 +260,7 @@ def test_inexact_arguments_are_refused(arena: Arena, arguments: dict[str, Any], 
         train_huggingface(run, arena.home, **arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*is deprecated:FutureWarning")
 def test_torchtitan_protocol_resumes_exactly(arena: Arena) -> None:
     """A trainer with torchtitan's interfaces dies between two checkpoints, and has the losses of an undisturbed run."""
@@ -303,6 +306,7 @@ def test_inexact_lightning_models_are_refused(arena: Arena) -> None:
             checkpoint.setup(None, model, "fit")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 def test_lightning_validation_changes_no_loss(arena: Arena) -> None:
     """Validation after the step of a checkpoint draws random numbers, before a crash as in an undisturbed run."""
@@ -351,6 +355,7 @@ def test_lightning_validation_changes_no_loss(arena: Arena) -> None:
     assert {row.attempt for row in arena.lineage("killed")} == {1, 2}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("stops_at", [9, 8])
 def test_lightning_stops_at_checkpoint_step(arena: Arena, stops_at: int) -> None:

@@ -110,6 +110,7 @@ def test_list_is_long_enough() -> None:
     assert len({(case.kind, case.name) for case in cases}) == len(cases)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_some_bad_inputs_are_refused(arena: Arena) -> None:
     """A sample of the bad inputs, of every kind, is refused by a message."""

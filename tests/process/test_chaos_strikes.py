@@ -190,6 +190,7 @@ def nodes(arena: Arena, tmp_path: Path, request: pytest.FixtureRequest) -> Itera
     found.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nodes", [0, 4], indirect=True)
 def test_excuse_ends_with_healing(arena: Arena, nodes: tuple[ChaosJob, ScriptedNodes]) -> None:
     """An end of a supervisor is excused from a strike until its healing. Replica groups wait for the struck one."""
@@ -205,6 +206,7 @@ def test_excuse_ends_with_healing(arena: Arena, nodes: tuple[ChaosJob, ScriptedN
     assert sum(scripted.excuses) >= 2 * (scripted._late + 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [0, 3])
 def test_cascade_strikes_new_ranks(arena: Arena, tmp_path: Path, replicas: int) -> None:
     """The second fault waits until all ranks of the struck launch are replaced, or of replica groups the struck one."""

@@ -190,6 +190,7 @@ def test_rows_repeated_after_kill(folder: Folder) -> None:
     assert verdicts["kill"]["repeated"] == 2 * 16
 
 
+@pytest.mark.slow
 def test_order_of_process_is_found(folder: Folder) -> None:
     """An order that the import chooses is another one after the restart, and repeats rows."""
     text = changed("import json\n", "import json\nimport random\n\nSEED = random.random()\n")
@@ -200,6 +201,7 @@ def test_order_of_process_is_found(folder: Folder) -> None:
     assert verdicts["kill"]["repeated"] == verdicts["kill"]["missing"] > 0
 
 
+@pytest.mark.slow
 def test_shuffled_passes_are_exact(folder: Folder) -> None:
     """A loader whose order depends on the number of the pass is exact, wherever it is resumed."""
     status, verdicts, errors = folder.check(PERMUTED, PASSES)
@@ -207,6 +209,7 @@ def test_shuffled_passes_are_exact(folder: Folder) -> None:
     assert [each["exact"] for each in verdicts.values()] == [True] * 4
 
 
+@pytest.mark.slow
 def test_lost_epoch_seed_is_found(folder: Folder) -> None:
     """A resumed pass in the order of the first one repeats rows within it. Started again, it repeats none, but has that order."""
     lost = "0 if self.resumed else pass_number"
@@ -217,12 +220,14 @@ def test_lost_epoch_seed_is_found(folder: Folder) -> None:
     assert verdicts["between_passes"]["remark"].startswith("the resumed pass has the order of the first one")
 
 
+@pytest.mark.slow
 def test_constant_order_is_not_lost(folder: Folder) -> None:
     """A loader with one order for all passes loses none by a resume."""
     status, verdicts, errors = folder.check(PERMUTED.replace("job.seed + epoch", "job.seed"), "between_passes")
     assert (status, verdicts["between_passes"]["exact"]) == (0, True), errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after", "scenario"),
     [
@@ -285,6 +290,7 @@ class EmptyFirstPass:
         """End nothing."""
 
 
+@pytest.mark.slow
 def test_pass_without_batch_is_no_stop(tmp_path: Path) -> None:
     """A rank without a batch in the first pass reads its batches of the second one."""
     module = ModuleType("loader")
@@ -295,6 +301,7 @@ def test_pass_without_batch_is_no_stop(tmp_path: Path) -> None:
     assert [(each.pass_number, each.ids.tolist()) for each in read_records(log.read_bytes())] == [(1, [0, 1, 2, 3])]
 
 
+@pytest.mark.slow
 def test_next_scenario_has_new_process(folder: Folder) -> None:
     """A scenario in which the loader's process dies is not exact. The next one is judged as if it were the first."""
     status, verdicts, errors = folder.check(EXAMPLE + ENDS_ITS_PROCESS, "tail,kill")
@@ -302,6 +309,7 @@ def test_next_scenario_has_new_process(folder: Folder) -> None:
     assert verdicts["tail"]["remark"].startswith("failed: the process of 'loader' did not answer")
 
 
+@pytest.mark.slow
 def test_rows_outside_filter_count(folder: Folder) -> None:
     """A loader that ignores the filter is not exact, although it repeats and misses nothing."""
     status, verdicts, _ = folder.check(changed('    "filter": "reads all rows",\n', ""), "filter")
@@ -309,6 +317,7 @@ def test_rows_outside_filter_count(folder: Folder) -> None:
     assert verdicts["filter"]["remark"] == "read 1,024 rows that the filter leaves out"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after", "expected"),
     [
@@ -329,6 +338,7 @@ def test_misuse_names_line(folder: Folder, before: str, after: str, expected: st
     assert expected in verdicts["kill"]["remark"]
 
 
+@pytest.mark.slow
 def test_worker_error_names_line(folder: Folder) -> None:
     """The error of a worker process has its line in the user's file."""
     _, verdicts, _ = folder.check(WORKER_FAILS, "tail", "--workers", "1")
@@ -353,6 +363,7 @@ def test_bad_input_is_refused(folder: Folder, text: str, options: tuple[str, ...
     assert (status, expected in errors) == (64, True), errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "count", "number"),
     [(HANGS, 4, signal.SIGTERM), (HANGS_AT_IMPORT, 2, signal.SIGHUP)],

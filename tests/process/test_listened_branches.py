@@ -117,6 +117,7 @@ def branched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Branched]:
         arena.close()
 
 
+@pytest.mark.slow
 def test_commands_send_branch_events(branched: Branched) -> None:
     """The rewind, the retirement and the fork are events of the commands. The next launch repeats the rewind."""
     sent = [each["kind"] for each in branched.after_rewind]
@@ -134,6 +135,7 @@ def test_commands_send_branch_events(branched: Branched) -> None:
     assert (begun["run"], begun["parent_run"], begun["origin_step"]) == ("child", "r", 20)
 
 
+@pytest.mark.slow
 def test_mlflow_has_run_per_branch(branched: Branched) -> None:
     """Each branch has an MLflow run with one loss for a step, the whole curve of its lineage. The left one is tagged so."""
     tracked = branched.tracked()
@@ -151,6 +153,7 @@ def test_mlflow_has_run_per_branch(branched: Branched) -> None:
     assert (child.data.tags["dlac.parent_run"], child.info.status) == ("r", "SCHEDULED")
 
 
+@pytest.mark.slow
 def test_openlineage_counts_surviving_rows(branched: Branched) -> None:
     """The last counts of all attempts add up to the rows that survive. The outputs are the surviving checkpoints."""
     events = [each for each in branched.receiver.read_json("/api/v1/lineage") if each["job"]["name"] == "r"]
@@ -169,6 +172,7 @@ def test_openlineage_counts_surviving_rows(branched: Branched) -> None:
     assert len(outputs) == len(branched.arena.rows("r", CheckpointRow))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cause", ["rewind", "damaged"])
 def test_launch_reports_unheard_move(arena: Arena, tmp_path: Path, cause: str) -> None:
     """A rewind by a caller without the spec, and a damaged checkpoint, reach the listeners of the next launch."""
@@ -200,6 +204,7 @@ def test_launch_reports_unheard_move(arena: Arena, tmp_path: Path, cause: str) -
     assert (note["state"], note["abandoned_after_step"]) == ("abandoned", 30)
 
 
+@pytest.mark.slow
 def test_endpoint_forgets_failed_attempt(arena: Arena) -> None:
     """A restart replaces the rows at risk of the attempt before, and removes its loss and rates until there are new ones."""
     from dlac_pipeline.extensions.listeners.prometheus import PrometheusListener

@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.forked import Forked
 
 _ROOT = Path(__file__).parents[2]
@@ -16,8 +18,11 @@ _EXAMPLES = _ROOT / "examples"
 _DLAC = str(Path(sys.executable).with_name("dlac"))
 
 
+@pytest.mark.slow
 def test_mixture_example_is_exact(tmp_path: Path) -> None:
     """Each row of the finite source is consumed once. The repeated source has the numbers that the page shows."""
+    page = (_ROOT / "docs" / "mixtures.md").read_text()
+    assert all((_EXAMPLES / "mixture" / name).read_text() in page for name in ("make_tables.py", "job.toml"))
     for name in ("quickstart", "mixture"):
         shutil.copytree(_EXAMPLES / name, tmp_path / name, ignore=shutil.ignore_patterns(".dlac", "__pycache__"))
     for command in ([sys.executable, "make_tables.py"], [_DLAC, "train", "job.toml"]):

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.scheduling import group_of
 
 CONFTEST = """
@@ -18,6 +20,8 @@ def pytest_xdist_make_scheduler(config, log):
 CRASHING = """
 import os
 from pathlib import Path
+
+import pytest
 
 def test_crashes_once():
     if not (crashed := Path(__file__).with_suffix(".crashed")).exists():
@@ -41,6 +45,7 @@ def test_campaign_modules_are_two_groups() -> None:
     assert {group for group in groups if group.startswith("campaign")} == {f"campaign {n}" for n in range(2)}
 
 
+@pytest.mark.slow
 def test_crashed_process_is_replaced(tmp_path: Path) -> None:
     """A process that crashes in its last test, after other groups, is replaced by one that runs this test and ends."""
     (tmp_path / "tests").symlink_to(Path(__file__).parents[1])
