@@ -36,6 +36,7 @@ from tests.empty_lakehouse import make_empty_lakehouse
 from tests.forked import fork_the_fork_server
 from tests.launches import Launch, wait_until
 
+pytest_plugins = ("tests.fixtures", "tests.isolation")
 __all__ = ["Launch", "wait_until"]  # test modules import them from here
 os.environ["DLAC_RENDEZVOUS_KEY"] = "a secret of the tests' nodes"
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -25,6 +25,9 @@ _CAMPAIGNS = 2
 _WAITING = (
     "tests/faults/",
     "campaign",
+    "tests/extensions/chaos/test_chaos",
+    "tests/extensions/clusters/test_kubernetes",
+    "tests/extensions/replicas/test_replicas",
     "tests/process/test_distributed_verify",
     "tests/process/test_membership",
     "tests/process/test_store_sockets",

@@ -25,7 +25,7 @@ from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
 from tests.empty_lakehouse import empty_lakehouse
-from tests.listening import install_strangers
+from tests.extensions.listeners.listening import install_strangers
 
 BATCH, EVERY, SECRET = 16, 5, "hunter2-never-show-me"
 _ROWS, _MORE, _SECOND = 240, 96, 10_000

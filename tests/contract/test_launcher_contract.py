@@ -13,11 +13,11 @@ from dlac_pipeline.launchers.protocol import Here, Launcher, launcher_for, rende
 from dlac_pipeline.spec.job_spec import parse_spec
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.spec.launch_spec import HERE, LAUNCHERS
-from tests.cluster import GOOD
 from tests.conftest import Arena
+from tests.extensions.clusters.cluster import GOOD
+from tests.extensions.clusters.kubernetes_api import kubernetes_api
+from tests.extensions.clusters.slurm_cluster import needs_slurm, slurm_cluster
 from tests.installed import install_launcher
-from tests.kubernetes_api import kubernetes_api
-from tests.slurm_cluster import needs_slurm, slurm_cluster
 
 SECRET = "hunter2-of-the-test"
 NAMES = (HERE, "slurm", "kubernetes", "marked")

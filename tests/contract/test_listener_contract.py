@@ -17,8 +17,8 @@ from dlac_pipeline.extensions.listeners.events import (
 from dlac_pipeline.extensions.listeners.settings import ListenersSpec
 from dlac_pipeline.lakehouse.errors import BadInput
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
+from tests.extensions.listeners.listening import install_strangers, running_receiver
 from tests.installed import install_distribution
-from tests.listening import install_strangers, running_receiver
 from tests.ports import own_port
 from tests.unit.test_spec import GOOD
 

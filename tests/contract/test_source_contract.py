@@ -21,7 +21,7 @@ from dlac_pipeline.extensions.dataset import DlacDataset, open_dataset
 from dlac_pipeline.lakehouse.errors import NoSuchSnapshot, NoSuchTable, PinLost
 from dlac_pipeline.lakehouse.source_names import SOURCES
 from tests.conftest import PROGRAMS, Arena, source_rows
-from tests.delta_tables import planned_rows
+from tests.extensions.formats.delta_tables import planned_rows
 from tests.installed import install_distribution
 
 HUDI_TABLE = Path(__file__).parents[1] / "hudi_tables" / "cow_v9_txns_simple_nometa.zip"

@@ -17,7 +17,7 @@ import pytest
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
 from tests.conftest import wait_until
-from tests.faults.test_trainers import Lake, lake
+from tests.extensions.trainers.test_trainers import Lake, lake
 from tests.ports import own_port
 
 pytestmark = [

@@ -35,8 +35,8 @@ from dlac_pipeline.lakehouse.ledger.schemas import TABLES
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow, Columns
 from dlac_pipeline.operations.status import run_status
 from examples.demo.report import write_report
+from tests.fixtures import ROWS, Lake
 from tests.integration.audit_runs import changed, check_script_agrees, is_advance, rows_named, until_step, without
-from tests.integration.conftest import ROWS, Lake
 
 
 @pytest.mark.parametrize("run", ["reference", "faulty"])

@@ -8,6 +8,7 @@ from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.audit.lakehouse_sql import open_audit
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow, Columns
+from tests.fixtures import Lake
 from tests.integration.audit_runs import (
     Change,
     changed,
@@ -17,7 +18,6 @@ from tests.integration.audit_runs import (
     until_step,
     without,
 )
-from tests.integration.conftest import Lake
 
 
 def test_an_advance_recorded_twice_is_found(lake: Lake) -> None:

@@ -13,8 +13,8 @@ import pytest
 
 from examples.demo.main_job import MARKER, empty_home
 from tests.conftest import Arena
+from tests.fixtures import Command
 from tests.forked import Forked
-from tests.integration.conftest import Command
 
 DLAC = Path(sys.executable).parent / "dlac"
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tests.conftest import Arena
-    from tests.integration.conftest import Command
+    from tests.fixtures import Command
 
 LONG = "team-nlp.llama-continual-pretraining-2026-11-23-with-a-very-long-name"
 

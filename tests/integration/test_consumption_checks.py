@@ -7,8 +7,8 @@ import pytest
 
 from dlac_pipeline.audit.lakehouse_sql import open_audit
 from tests.dagster_runs import evaluate_checks
+from tests.fixtures import Lake
 from tests.integration.audit_runs import Change, is_advance, rows_named, unchanged, without
-from tests.integration.conftest import Lake
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries warn of each other
 CHECKS = ("no_duplicate_rows", "no_missing_rows", "consumption_exact")

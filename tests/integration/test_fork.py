@@ -32,8 +32,8 @@ from dlac_pipeline.lakehouse.store_files import StoreFiles
 from dlac_pipeline.operations.rewind import rewind_run
 from dlac_pipeline.spec.job_spec import JobSpec
 from tests.conftest import Arena, wait_until
+from tests.fixtures import Command
 from tests.integration.audit_runs import check_script_agrees
-from tests.integration.conftest import Command
 from tests.integration.test_cli import dlac as dlac_command
 
 KILLED = """

@@ -14,7 +14,7 @@ from dlac_pipeline.extensions.registration.new_project import scaffold_job
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.spec.job_spec import home_folder, read_spec
-from tests.integration.conftest import Command
+from tests.fixtures import Command
 from tests.ports import own_port
 
 _ROWS = 40

@@ -30,7 +30,7 @@ from tests.integration.test_history_row_ids import RewrittenTable
 
 if TYPE_CHECKING:
     from tests.conftest import Arena
-    from tests.integration.conftest import Command
+    from tests.fixtures import Command
 
 _KILLED = """
 import os, signal, sys

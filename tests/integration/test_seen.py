@@ -21,8 +21,8 @@ from dlac_pipeline.extensions.exchange.fork import fork_run
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
 from dlac_pipeline.operations.rewind import rewind_run
 from tests.conftest import Arena
+from tests.fixtures import Command
 from tests.integration.audit_runs import KINDS, TABLES, Workshop, changed, tokens_of, trained
-from tests.integration.conftest import Command
 
 _SEEN = """
 SELECT r.row_id, s.checkpoint_id, s.whole, s.survives, s.applied

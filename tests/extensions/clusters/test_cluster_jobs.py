@@ -1,0 +1,433 @@
+"""Following and judging the job of a cluster, with a scheduler whose answers the test chooses."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlac_pipeline.extensions.clusters import cluster_job, slurm
+from dlac_pipeline.extensions.clusters.checks import store_in_doubt
+from dlac_pipeline.extensions.clusters.cluster_job import SILENT_S, ClusterJob, NodeEvents
+from dlac_pipeline.extensions.clusters.node_process import end_orphan, this_start
+from dlac_pipeline.extensions.clusters.scheduler import JobState
+from dlac_pipeline.extensions.clusters.slurm import Slurm
+from dlac_pipeline.lakehouse.config import LakehouseConfig
+from dlac_pipeline.lakehouse.errors import ClusterRefused, ClusterSilent, NoProgress, TrainingFailed
+from dlac_pipeline.lakehouse.iceberg.connect import connect
+from dlac_pipeline.lakehouse.ledger.commits import Attempt, claim, commit_checkpoint
+from dlac_pipeline.lakehouse.ledger.commits import finish as commit_finish
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
+from dlac_pipeline.launchers.orchestrator import report
+from dlac_pipeline.spec.job_spec import parse_spec
+from dlac_pipeline.spec.launch_request import Request
+from dlac_pipeline.supervise.supervisor import Outcome
+from tests.extensions.clusters.cluster import (
+    CANCELLED,
+    COMPLETED,
+    FAILED,
+    GOOD,
+    LOST,
+    PENDING,
+    PREEMPTED,
+    RUNNING,
+    Scripted,
+    cluster_request,
+)
+
+pytestmark = pytest.mark.usefixtures("only_this_process")
+
+RUN = GOOD["run"]
+STEP = '{"event": "checkpoint", "step": 5}\n'
+DONE = '{"event": "ended", "ending": "finished", "attempts": 2, "step": 9}\n'
+LEFT = '{"event": "ended", "ending": "stopped", "attempts": 1, "step": 5}\n'
+NO_PROGRESS = '{"event": "error", "kind": "NoProgress", "message": "three times"}\n'
+FIRST, AGAIN = (f'{{"event": "node", "host": "n1", "start": "{number}"}}\n' for number in range(2))
+Events = list[dict[str, Any]]
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the lakehouse. Nodes have one second for their last events."""
+    monkeypatch.setattr(cluster_job, "LISTENS_S", 1.0)
+    return tmp_path
+
+
+def job_of(
+    home: Path,
+    scheduler: Scripted,
+    react: Callable[[dict[str, Any]], None] = lambda event: None,
+    *,
+    silent_s: float = SILENT_S,
+    gone_s: float = 60.0,
+) -> tuple[ClusterJob, Events]:
+    """Return a job, and the events that it reports."""
+    raw = cluster_request("slurm", {}, nodes="1", deadline_s=0.1).spec.model_dump() | {"lakehouse": {}}
+    request = Request(spec=parse_spec(raw, origin="the test").resolved(home))
+    events: Events = []
+
+    def record(event: dict[str, Any]) -> None:
+        events.append(event)
+        react(event)
+
+    return ClusterJob(request, scheduler, record, look_s=0.01, silent_s=silent_s, gone_s=gone_s), events
+
+
+def commit(home: Path, step: int, *, finish: bool = False) -> None:
+    """Commit the first checkpoint of the run."""
+    ledger = Ledger(connect(LakehouseConfig().at_home(home)))
+    claim(ledger, RUN, nonce="n1", replaces=0, detail={})
+    rows = [CheckpointRow(checkpoint_id="c1", step=step)]
+    attempt = Attempt(run=RUN, number=1, nonce="n1")
+    commit_checkpoint(ledger, attempt, checkpoint_id="c1", parent=None, rows=rows)
+    if finish:
+        commit_finish(ledger, attempt, step=step)
+
+
+def warnings_of(events: Events) -> list[str]:
+    """Return the messages of the warnings."""
+    return [event["message"] for event in events if event["event"] == "warning"]
+
+
+def test_node_events_are_followed(home: Path) -> None:
+    """Events are reported, and other lines are not. A node that reports the run finished outweighs the loss of another node."""
+    log = f"hello\n{{\n{STEP}{LEFT}{DONE}{NO_PROGRESS}"
+    job, events = job_of(home, Scripted(PENDING, RUNNING, COMPLETED, log=log))
+    assert job.run() == Outcome(ending="finished", attempts=2, step=9)
+    assert {"run": RUN, "event": "checkpoint", "step": 5} in events
+    assert [event["state"] for event in events if event["event"] == "job"] == ["PENDING", "RUNNING", "COMPLETED"]
+    assert events[0]["event"] == "submitted"
+
+
+def test_node_error_is_raised(home: Path) -> None:
+    """The error has the class and message that a node reported, whatever the job printed before."""
+    job, _ = job_of(home, Scripted(FAILED, log=LEFT + NO_PROGRESS))
+    with pytest.raises(NoProgress, match="three times"):
+        job.run()
+
+
+def test_unknown_error_is_failure(home: Path) -> None:
+    """The image has another version, and its error does not exist here."""
+    job, _ = job_of(home, Scripted(FAILED, log=NO_PROGRESS.replace("NoProgress", "ClassVar")))
+    with pytest.raises(TrainingFailed, match="ClassVar: three times"):
+        job.run()
+
+
+@pytest.mark.parametrize("state", [FAILED, COMPLETED, CANCELLED])
+def test_unfinished_silent_job_failed(home: Path, state: JobState) -> None:
+    """The state that Slurm reports does not matter: the run is not finished in the ledger."""
+    commit(home, step=5)
+    job, _ = job_of(home, Scripted(state))
+    with pytest.raises(TrainingFailed, match=f"job 7 to report how it ended, found {state.name} in Slurm"):
+        job.run()
+
+
+def test_finished_ledger_outweighs_scheduler(home: Path) -> None:
+    """Slurm reports FAILED, because a node was lost. The node's log was lost as well."""
+    commit(home, step=5, finish=True)
+    job, _ = job_of(home, Scripted(FAILED, log=LEFT))
+    assert job.run() == Outcome(ending="finished", attempts=0, step=5)
+
+
+def test_preempted_job_is_reported(home: Path) -> None:
+    """The cluster does not requeue the job. The job has not completed, and the message names the step to resume from."""
+    commit(home, step=5)
+    job, events = job_of(home, Scripted(RUNNING, PREEMPTED, log=LEFT))
+    with pytest.raises(TrainingFailed, match="queue job 7 again after its preemption, found it ended at step 5"):
+        job.run()
+    assert events[-1]["state"] == "PREEMPTED"
+
+
+def test_requeued_job_is_followed(home: Path) -> None:
+    """The job is over for one poll, waits in the queue, and ends as its last start did. Events of the first start are dropped."""
+
+    def first_start() -> JobState:
+        scheduler.log += AGAIN + LEFT
+        return RUNNING
+
+    scheduler = Scripted(RUNNING, FAILED, PENDING, first_start, COMPLETED, log=FIRST + NO_PROGRESS)
+    job, events = job_of(home, scheduler)
+    assert job.run() == Outcome(ending="stopped", attempts=1, step=5)
+    states = [event["state"] for event in events if event["event"] == "job"]
+    assert states == ["RUNNING", "FAILED", "PENDING", "RUNNING", "COMPLETED"]
+
+
+def test_lost_first_node_requeues(home: Path) -> None:
+    """No remaining process would end the job."""
+    scheduler = Scripted(RUNNING, LOST, PENDING, RUNNING, COMPLETED, log=DONE)
+    job, events = job_of(home, scheduler)
+    assert job.run().ending == "finished"
+    assert scheduler.calls.count("requeue") == 1
+    assert any("has lost its first node" in message for message in warnings_of(events))
+
+
+def test_refused_requeue_cancels(home: Path) -> None:
+    """On a cluster without requeueing the job is cancelled, and the run has failed."""
+    scheduler = Scripted(LOST, CANCELLED)
+    scheduler.refuses["requeue"] = [ConnectionError("Requested operation is presently disabled")]
+    job, events = job_of(home, scheduler)
+    with pytest.raises(TrainingFailed, match="found CANCELLED"):
+        job.run()
+    assert scheduler.calls.count("cancel") == 1
+    assert any("presently disabled: it is cancelled" in message for message in warnings_of(events))
+
+
+def test_lost_first_node_after_finish(home: Path) -> None:
+    """The run is finished, so nothing has to start again."""
+    commit(home, step=5, finish=True)
+    scheduler = Scripted(LOST, CANCELLED)
+    job, _ = job_of(home, scheduler)
+    assert job.run().ending == "finished"
+    assert scheduler.calls.count("cancel") == 1
+    assert "requeue" not in scheduler.calls
+
+
+def test_unavailable_scheduler_ends_follow(home: Path) -> None:
+    """The outage is reported once, and again at the end with the command that shows the job. The job is not cancelled."""
+    scheduler = Scripted(RUNNING, PermissionError("the credentials have expired"))
+    job, events = job_of(home, scheduler, silent_s=0.1)
+    with pytest.raises(ClusterSilent, match=r"job 7, found PermissionError: .* left as it is.*dlac status"):
+        job.run()
+    (warning,) = warnings_of(events)
+    assert re.search("answer about job 7, .*have expired; it is asked again", warning)
+    assert "cancel" not in scheduler.calls
+
+
+def test_outage_is_outlasted(home: Path) -> None:
+    """The scheduler answers again, and the run ends as its nodes report. The outage is reported once."""
+    away = [ConnectionError("Unable to contact slurm controller")] * 8
+    job, events = job_of(home, Scripted(RUNNING, *away, RUNNING, COMPLETED, log=DONE))
+    assert job.run() == Outcome(ending="finished", attempts=2, step=9)
+    assert len(warnings_of(events)) == 1
+
+
+def test_failed_cancel_is_repeated(home: Path) -> None:
+    """The cancellation is repeated at the next poll, without waiting for the job's own deadline."""
+    scheduler = Scripted(lambda: CANCELLED if scheduler.calls.count("cancel") == 2 else RUNNING)
+    scheduler.refuses["cancel"] = [ConnectionError("away")]
+    job, events = job_of(home, scheduler)
+    job.stop()
+    assert job.run().ending == "stopped"
+    assert scheduler.calls.count("cancel") == 2
+    assert len(warnings_of(events)) == 1
+
+
+def test_cancel_works_without_state(home: Path) -> None:
+    """The state and the cancellation are two commands. A failure of the first does not stop the second."""
+    scheduler = Scripted(ConnectionError("away"))
+    job, _ = job_of(home, scheduler)
+    job.stop()
+    with pytest.raises(ClusterSilent):
+        job.run()
+    assert "cancel" in scheduler.calls
+
+
+def test_cancelled_job_without_events(home: Path) -> None:
+    """The log of the job may be lost. Its checkpoint exists."""
+    commit(home, step=5)
+    job, _ = job_of(home, Scripted(RUNNING, CANCELLED))
+    job.stop()
+    assert job.run() == Outcome(ending="stopped", attempts=0, step=5)
+
+
+def test_forgotten_job_ends_with_events(home: Path) -> None:
+    """Slurm without accounting forgets a job after its end. The log still exists."""
+    job, _ = job_of(home, Scripted(RUNNING, None, log=DONE))
+    assert job.run() == Outcome(ending="finished", attempts=2, step=9)
+
+
+def test_unknown_job_has_ended(home: Path) -> None:
+    """The first poll that does not find the job reports this, and does not end it."""
+    job, events = job_of(home, Scripted(RUNNING, None), gone_s=0.1)
+    with pytest.raises(TrainingFailed, match="to report how it ended"):
+        job.run()
+    assert any("to know job 7" in message for message in warnings_of(events))
+
+
+def test_committing_job_has_not_ended(home: Path) -> None:
+    """A job that commits has not ended, whatever Slurm reports of it."""
+    scheduler = Scripted(RUNNING, None)
+
+    def record(event: dict[str, Any]) -> None:
+        if event["event"] == "warning":
+            commit(home, step=5)
+            scheduler.log = STEP
+
+    job, events = job_of(home, scheduler, record, gone_s=0.3)
+    with pytest.raises(TrainingFailed):
+        job.run()
+    assert events[-1]["event"] == "checkpoint"
+
+
+def test_pending_pods_are_cancelled(home: Path) -> None:
+    """The pods that never found room are cancelled, as no scheduler ends them."""
+    scheduler = Scripted(RUNNING, log=FIRST + DONE)
+    job, _ = job_of(home, scheduler)
+    assert job.run() == Outcome(ending="finished", attempts=2, step=9)
+    assert scheduler.calls.count("cancel") == 1
+
+
+def test_working_nodes_are_not_cancelled(home: Path) -> None:
+    """A script may work after its run, on one node for longer than on others."""
+    scheduler = Scripted(*[RUNNING] * 50, COMPLETED, log=FIRST + FIRST + DONE)
+    job, _ = job_of(home, scheduler)
+    assert job.run().ending == "finished"
+    assert "cancel" not in scheduler.calls
+
+
+def test_listener_fault_ends_launcher(home: Path) -> None:
+    """A fault of the function that receives events is not taken for a fault of the scheduler."""
+
+    def record(event: dict[str, Any]) -> None:
+        if event["event"] == "checkpoint":
+            raise ZeroDivisionError
+
+    job, _ = job_of(home, Scripted(RUNNING, log=STEP), record)
+    with pytest.raises(ZeroDivisionError):
+        job.run()
+
+
+def test_refused_job_names_reason(home: Path) -> None:
+    """The error has the text of the scheduler's command."""
+    scheduler = Scripted(RUNNING)
+    scheduler.refuses["submit"] = [ConnectionError("sbatch: error: invalid account")]
+    job, _ = job_of(home, scheduler)
+    with pytest.raises(ClusterRefused, match="found ConnectionError: sbatch: error: invalid account; "):
+        job.run()
+
+
+def answer_with(monkeypatch: pytest.MonkeyPatch, answers: dict[str, str]) -> list[tuple[str, ...]]:
+    """Make Slurm's commands answer by their name and first words, with an error if no answer is given. Return the commands."""
+    calls: list[tuple[str, ...]] = []
+
+    def answer(*command: str, script: str | None = None) -> str:
+        calls.append(command)
+        for words, text in answers.items():
+            if " ".join(command).startswith(words):
+                return text
+        raise ConnectionError("slurm_load_jobs error: Invalid job id specified")
+
+    monkeypatch.setattr(slurm, "answer_of", answer)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("facts", "state"),
+    [
+        ("JobState=RUNNING PreemptTime=None NodeList=n[1-3] BatchHost=n1", RUNNING),
+        ("JobState=RUNNING PreemptTime=None NodeList=n[2-3] BatchHost=n0", LOST),
+        ("JobState=RUNNING PreemptTime=2026-11-23T08:38:48 BatchHost=n1", JobState(name="PREEMPTED")),
+        ("JobState=COMPLETED PreemptTime=2026-11-23T08:38:48 BatchHost=n1", PREEMPTED),
+        ("JobState=CANCELLED PreemptTime=2026-11-23T08:38:48 BatchHost=n1", CANCELLED),
+        ("JobState=PENDING PreemptTime=2026-11-23T08:38:48 Restarts=1", PENDING),
+    ],
+    ids=["running", "first node lost", "being preempted", "preempted", "cancelled", "queued again"],
+)
+def test_slurm_facts_give_state(monkeypatch: pytest.MonkeyPatch, facts: str, state: JobState) -> None:
+    """Slurm before 24.05 reports a preempted job as COMPLETED. A lost batch node is no state at all."""
+    answer_with(monkeypatch, {"scontrol --oneliner": f"JobId=7 JobName=x {facts}\n", "scontrol show": "n1\nn2\nn3\n"})
+    assert Slurm().state("7") == state
+
+
+def test_slurm_asks_accounting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that the controller has forgotten may be in the accounting, or may be unknown."""
+    answer_with(monkeypatch, {"sacct": "CANCELLED by 0\n"})
+    assert Slurm().state("7") == CANCELLED
+    answer_with(monkeypatch, {})
+    assert Slurm().state("7") is None
+
+
+@pytest.mark.parametrize(("finished", "requested"), [(True, "scancel"), (False, "scontrol requeue")])
+def test_orphaned_job_is_ended(monkeypatch: pytest.MonkeyPatch, finished: bool, requested: str) -> None:
+    """The last node ends a job whose first node is lost. A node of any other job changes nothing."""
+    facts = "JobId=7 JobState=RUNNING NodeList=n[2-3] BatchHost={}\n"
+    answers = {"scontrol show": "n2\nn3\n", "scontrol requeue": "", "scancel": ""}
+    calls = answer_with(monkeypatch, {"scontrol --oneliner": facts.format("n1"), **answers})
+    end_orphan("7", finished=finished)
+    assert " ".join(calls[-1]) == f"{requested} 7"
+    calls = answer_with(monkeypatch, {"scontrol --oneliner": facts.format("n2"), **answers})
+    end_orphan("7", finished=finished)
+    assert len(calls) == 2
+
+
+def test_log_is_read_in_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each line that the nodes have written is read once."""
+    monkeypatch.chdir(tmp_path)
+    answer_with(monkeypatch, {"sbatch": "7;cluster\n"})
+    client = Slurm()
+    assert client.submit(cluster_request("slurm", {}), near=[]) == "7"
+    log = tmp_path / "slurm-7-nodes.out"
+    log.write_text(f"{STEP}{DONE[:9]}")
+    assert client.read("7") == [("", STEP)]
+    log.write_text(f"{STEP}{DONE}")
+    assert client.read("7") == [("", DONE)]
+
+
+def test_default_store_is_in_doubt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the cluster knows whether all nodes reach the store."""
+    monkeypatch.setenv("DLAC_HOME", str(tmp_path))
+    spec = cluster_request("slurm", {}).spec.resolved(tmp_path)
+    assert store_in_doubt(spec) is None
+    unnamed = spec.model_copy(update={"checkpoint": type(spec.checkpoint)()}).resolved(tmp_path)
+    assert f"checkpoints go to '{tmp_path}/checkpoints'" in str(store_in_doubt(unnamed))
+
+
+def test_nodes_share_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes on Slurm share a log, and so a start number. Each pod has a log, and each of its processes another number."""
+    assert this_start({"SLURM_JOB_ID": "7"}) == "0"
+    assert this_start({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2"}) == "2"
+    numbers = iter(range(2))
+    monkeypatch.setattr("time.time_ns", lambda: next(numbers))
+    assert this_start({}) != this_start({})
+
+
+def test_event_is_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An event is written at once, whatever the buffer of standard output: on Slurm the nodes share a file."""
+    pieces: list[str] = []
+
+    class Stream(io.StringIO):
+        def write(self, text: str) -> int:
+            pieces.append(text)
+            return len(text)
+
+    monkeypatch.setattr(sys, "stdout", Stream())
+    report({"event": "step"})
+    assert pieces == ['{"event": "step"}\n']
+
+
+def test_events_share_a_line() -> None:
+    """A log arrives in pieces, lines of several nodes may be joined, and a line may begin with its time."""
+    events: Events = []
+    node_events = NodeEvents(events.append)
+    step = '{"event": "step", "step": 1}'
+    node_events.read("", f"hello {{\n2026-11-23T09:00:00Z {step}{step[:9]}")
+    assert events == []
+    node_events.read("", f"{step[9:]}\n{LEFT}")
+    assert (len(events), len(node_events.last_events)) == (2, 1)
+
+
+def test_replacement_pod_starts_fresh() -> None:
+    """A replacement pod has a new log. The end of the pod before it does not count."""
+    node_events = NodeEvents(lambda event: None)
+    node_events.read("0", FIRST + LEFT)
+    node_events.read("1", FIRST + LEFT)
+    node_events.read("1", AGAIN)
+    assert len(node_events.last_events) == 1
+    assert not node_events.all_ended
+    node_events.read("1", NO_PROGRESS)
+    assert [event["event"] for event in node_events.last_events] == ["ended", "error"]
+
+
+def test_stop_from_thread(home: Path) -> None:
+    """Ctrl-C during the pause between two polls ends the pause at once."""
+    scheduler = Scripted(lambda: CANCELLED if "cancel" in scheduler.calls else RUNNING, log="")
+    job, _ = job_of(home, scheduler)
+    threading.Timer(0.1, job.stop).start()
+    assert job.run().ending == "stopped"

@@ -1,0 +1,227 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dlac_pipeline.extensions.clusters import kubernetes
+from dlac_pipeline.extensions.clusters.node_process import for_node
+from dlac_pipeline.lakehouse.errors import BadInput, SpecInvalid
+from dlac_pipeline.launchers.protocol import launcher_for, render_job
+from dlac_pipeline.spec.job_spec import parse_spec
+from dlac_pipeline.spec.launch_request import Request, pack, unpack
+from tests.extensions.clusters.cluster import cluster_request
+
+pytestmark = pytest.mark.usefixtures("only_this_process")
+
+SLURM = {"cpu": 8, "gpu": 4, "memory_mb": 64_000, "time_limit_s": 93_784} | {
+    "options": {"partition": "h100", "account": "lm", "constraint": "ib"},
+    "retries": 2,
+}
+KUBERNETES = {"image": "registry.example/dlac:1", "cpu": 8, "gpu": 4, "memory_mb": 64_000, "queue": "train"} | {
+    "namespace": "ml",
+    "time_limit_s": 3600,
+    "retries": 2,
+    "pod": {
+        "spec": {
+            "nodeSelector": {"pool": "h100"},
+            "serviceAccountName": "trainer",
+            "volumes": [
+                {"name": "scratch", "persistentVolumeClaim": {"claimName": "scratch"}},
+                {"name": "passwords", "secret": {"secretName": "postgres", "defaultMode": 0o400}},
+            ],
+            "containers": [
+                {
+                    "name": "node",
+                    "volumeMounts": [
+                        {"name": "scratch", "mountPath": "/scratch"},
+                        {"name": "passwords", "mountPath": "/secrets/postgres", "readOnly": True},
+                    ],
+                }
+            ],
+        }
+    },
+}
+
+
+def manifests(cluster: Mapping[str, Any], **launch: Any) -> dict[str, Any]:
+    """Return the manifests that are rendered for Kubernetes, by kind."""
+    text = render_job(cluster_request("kubernetes", {"image": "i", **cluster}, **launch))
+    return {document["kind"]: document for document in yaml.safe_load_all(text)}
+
+
+def job_of(jobset: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the only job of a JobSet."""
+    (job,) = jobset["spec"]["replicatedJobs"]
+    return dict(job["template"])
+
+
+def test_fixed_number_is_no_range() -> None:
+    """Without a range the script has none, and without accelerators the number of ranks is the spec's."""
+    script = render_job(cluster_request("slurm", {}, nodes="3", nproc_per_node=2))
+    assert "--nodes=3\n" in script
+    assert "gpus" not in script
+
+
+@pytest.mark.parametrize("version", ["1.31", "1.37"])
+def test_jobset_satisfies_schemas(version: str) -> None:
+    """The strict schema of Kubernetes accepts the job with its pods, and the official model of a JobSet drops no field."""
+    from kubeflow_trainer_api import models  # seconds, for every process that collects tests
+    from kubernetes_validate import validate
+
+    found = manifests(KUBERNETES)
+    assert list(found) == ["Secret", "JobSet"]
+    jobset = found["JobSet"]
+    model = models.JobsetV1alpha2JobSet.from_dict(jobset)
+    assert model is not None
+    assert model.to_dict() == jobset
+    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "j"}, "spec": job_of(jobset)["spec"]}
+    validate(job, version, strict=True)
+    validate(found["Secret"], version, strict=True)
+
+
+def test_trainjob_satisfies_schemas() -> None:
+    """The official models of a runtime with the same pods, and of a TrainJob that starts it, drop no field."""
+    from kubeflow_trainer_api import models
+
+    found = manifests({**KUBERNETES, "kind": "trainjob"})
+    assert list(found) == ["Secret", "TrainingRuntime", "TrainJob"]
+    runtime = models.TrainerV1alpha1TrainingRuntime.from_dict(found["TrainingRuntime"])
+    job = models.TrainerV1alpha1TrainJob.from_dict(found["TrainJob"])
+    assert runtime is not None
+    assert job is not None
+    assert runtime.to_dict() == found["TrainingRuntime"]
+    assert job.to_dict() == found["TrainJob"]
+    assert job.spec is not None
+    assert job.spec.runtime_ref.name == found["TrainingRuntime"]["metadata"]["name"]
+    template = found["TrainingRuntime"]["spec"]["template"]
+    assert job_of(template)["spec"]["completions"] == 4
+    assert job_of(template)["metadata"]["labels"] == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+
+
+def test_pods_get_time_to_checkpoint() -> None:
+    """The grace period is the deadline, a preempted pod is replaced, and the job succeeds with its minimum number of nodes."""
+    jobset = manifests(KUBERNETES)["JobSet"]
+    job = job_of(jobset)["spec"]
+    assert jobset["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "train"}
+    assert (job["parallelism"], job["completions"], job["backoffLimitPerIndex"]) == (4, 4, 2)
+    assert job["activeDeadlineSeconds"] == 3600
+    assert job["successPolicy"] == {"rules": [{"succeededCount": 2}]}
+    (rule,) = job["podFailurePolicy"]["rules"]
+    assert (rule["action"], rule["onPodConditions"][0]["type"]) == ("Ignore", "DisruptionTarget")
+    pod = job["template"]["spec"]
+    assert (pod["terminationGracePeriodSeconds"], pod["restartPolicy"]) == (100, "Never")
+    assert (pod["serviceAccountName"], pod["nodeSelector"]) == ("trainer", {"pool": "h100"})
+    (container,) = pod["containers"]
+    assert container["command"] == ["python3", "-m", "dlac_pipeline.extensions.clusters.node_process"]
+    expected = {"cpu": "8", "memory": "64000M", "nvidia.com/gpu": "4"}
+    assert container["resources"] == {"limits": expected, "requests": expected}
+
+
+def test_secrets_are_files() -> None:
+    """The request is in its own secret, mounted as a folder beside the volumes of the user."""
+    found = manifests(KUBERNETES)
+    pod = job_of(found["JobSet"])["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    mounted = {mount["mountPath"]: mount.get("readOnly") for mount in container["volumeMounts"]}
+    assert mounted == {"/etc/dlac": True, "/dev/shm": None, "/scratch": None, "/secrets/postgres": True}
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    assert volumes["request"]["secret"]["secretName"] == found["Secret"]["metadata"]["name"]
+    assert volumes["passwords"]["secret"] == {"secretName": "postgres", "defaultMode": 0o400}
+    environment = {one["name"]: one["value"] for one in container["env"] if "value" in one}
+    assert environment["DLAC_REQUEST_FILE"] == "/etc/dlac/request"
+    assert "DLAC_REQUEST" not in environment
+
+
+def test_request_is_read_from_file(tmp_path: Path) -> None:
+    """The file of the secret has the content of the variable."""
+    request = cluster_request("slurm", SLURM)
+    (tmp_path / "request").write_text(pack(request))
+    assert unpack({"DLAC_REQUEST_FILE": str(tmp_path / "request")}) == request
+    with pytest.raises(SpecInvalid, match="expected a request of this DLAC"):
+        unpack({"DLAC_REQUEST_FILE": str(tmp_path / "none")})
+
+
+def test_first_pod_serves_rendezvous() -> None:
+    """The rendezvous has the name that a JobSet gives its first pod."""
+    jobset = manifests({})["JobSet"]
+    name = jobset["metadata"]["name"]
+    (container,) = job_of(jobset)["spec"]["template"]["spec"]["containers"]
+    assert {"name": "DLAC_FIRST_NODE", "value": f"{name}-node-0-0.{name}"} in container["env"]
+
+
+@pytest.mark.parametrize(
+    ("on", "cluster", "message"),
+    [
+        ("slurm", {"pod": KUBERNETES["pod"]}, r"expected no cluster\.pod with launch\.on = 'slurm'"),
+        ("slurm", {"namespace": "ml"}, r"expected no cluster\.namespace .* found 'ml'"),
+        ("slurm", {"options": {"signal": "B:USR1"}}, r"cluster\.options .* found 'signal'"),
+        ("slurm", {"options": {"--x": "1"}}, r"cluster\.options: expected plain names, found '--x'"),
+        ("slurm", {"time_limit_s": -1}, r"cluster\.time_limit_s: .*found -1"),
+        ("slurm", {"port": 80}, r"cluster\.port: unknown field"),
+        ("slurm", {"optoins": {}}, r"cluster\.optoins: unknown field, did you mean 'options'"),
+        ("kubernetes", {}, r"expected cluster\.image"),
+        ("kubernetes", {"image": "i", "options": {"a": "b"}}, r"expected no cluster\.options .* found \{'a': 'b'\}"),
+        ("here", {}, r"expected launch\.on = 'kubernetes' or 'slurm'"),
+        ("nomad", {}, r"launch\.on: .*found 'nomad': installed are here, kubernetes, slurm"),
+    ],
+)
+def test_impossible_cluster_is_refused(on: str, cluster: dict[str, Any], message: str) -> None:
+    """Settings of another scheduler, values that it would cut, and options that DLAC sets itself are refused by name."""
+    with pytest.raises(SpecInvalid, match=message):
+        render_job(cluster_request(on, cluster, rendezvous="h:1"))
+
+
+def test_local_lakehouse_is_refused(tmp_path: Path) -> None:
+    """Other nodes cannot reach an embedded catalog."""
+    request = cluster_request("slurm", {})
+    raw = request.spec.model_dump() | {"lakehouse": {}}
+    with pytest.raises(SpecInvalid, match=r"expected lakehouse\.uri that the nodes of the job reach, found 'sqlite:"):
+        launcher_for(Request(spec=parse_spec(raw, origin="the test").resolved(tmp_path)), print)
+
+
+def test_missing_client_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job can be rendered, but not submitted, without the client of Kubernetes."""
+    monkeypatch.setattr(kubernetes, "find_spec", lambda name: None)
+    with pytest.raises(BadInput, match=r"pip install \"dlac-pipeline\[cluster\]\""):
+        launcher_for(cluster_request("kubernetes", KUBERNETES), print)
+    assert "kind: JobSet" in render_job(cluster_request("kubernetes", KUBERNETES))
+
+
+def test_node_meets_at_first() -> None:
+    """Each job has a port of its own. The number of ranks per node is that of accelerators, or the spec's."""
+    environment = {"DLAC_FIRST_NODE": "gpu01", "DLAC_RENDEZVOUS_KEY": "a"}
+    launch = for_node(cluster_request("slurm", {"gpu": 4}), environment).spec.launch
+    other = for_node(cluster_request("slurm", {}), {**environment, "DLAC_RENDEZVOUS_KEY": "b"}).spec.launch
+    assert re.fullmatch("gpu01:2[0-9]{4}", launch.rendezvous)
+    assert launch.rendezvous != other.rendezvous
+    assert launch.nproc_per_node == 4
+    assert for_node(cluster_request("slurm", {"gpu": 4}, nproc_per_node=2), environment).spec.launch.nproc_per_node == 2
+    assert for_node(cluster_request("slurm", {"gpu": 4}, nodes=""), environment).spec.launch.nproc_per_node == 0
+
+
+def test_job_has_its_own_key() -> None:
+    """The secret of the nodes' messages belongs to one job. On Kubernetes it is a file."""
+    keys = [re.findall("export DLAC_RENDEZVOUS_KEY=(.*)", render_job(cluster_request("slurm", {}))) for _ in range(2)]
+    assert keys[0] != keys[1]
+    found = manifests({})
+    assert len(found["Secret"]["stringData"]["rendezvous-key"]) == 64
+    environment = {"DLAC_RENDEZVOUS_KEY_FILE": "/etc/dlac/rendezvous-key"}
+    assert (
+        for_node(cluster_request("kubernetes", {"image": "i"}), environment).spec.launch.rendezvous_key_file
+        == "/etc/dlac/rendezvous-key"
+    )
+
+
+def test_request_is_one_word() -> None:
+    """The encoded request has no special character of a shell or scheduler, and decodes to the same request."""
+    request = cluster_request("slurm", SLURM)
+    assert re.fullmatch(r"[A-Za-z0-9_=-]+", pack(request))
+    assert unpack({"DLAC_REQUEST": pack(request)}) == request
+    for wrong in ({}, {"DLAC_REQUEST": "x"}, {"DLAC_REQUEST": pack(request)[:-9]}):
+        with pytest.raises(SpecInvalid, match="expected a request of this DLAC"):
+            unpack(wrong)

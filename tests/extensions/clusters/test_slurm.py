@@ -1,0 +1,316 @@
+"""Runs as jobs of a real local Slurm: a controller and three nodes, which are lost, preempted and restarted."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from dlac_pipeline.extensions.clusters.cluster_job import ClusterJob
+from dlac_pipeline.extensions.clusters.settings import ClusterSpec
+from dlac_pipeline.extensions.clusters.slurm import PREFERS_S, Slurm
+from dlac_pipeline.lakehouse.config import LakehouseConfig
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow
+from dlac_pipeline.spec.job_spec import parse_spec
+from dlac_pipeline.spec.launch_request import Request
+from dlac_pipeline.supervise.supervisor import Outcome
+from tests.conftest import Arena, Steps, wait_until
+from tests.extensions.clusters.slurm_cluster import SlurmCluster, needs_slurm, slurm_cluster
+from tests.postgres_server import postgres
+
+pytestmark = needs_slurm
+SLOW: dict[str, Any] = {"slow_rank": 0, "slow_s": 0.1}
+RANK = re.compile(r"dlac r1 rank 0/")
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmCluster]:
+    """A Slurm with three idle nodes. Jobs are submitted from the test's folder."""
+    monkeypatch.chdir(tmp_path)
+    with slurm_cluster(tmp_path / "slurm", monkeypatch) as running:
+        yield running
+
+
+def request_for(arena: Arena, *, nodes: str, on_node: str = "", **changes: Any) -> Request:
+    """Return a request for a job with a rank on each node. The user requires the node `on_node`, if it is given."""
+    spec = arena.spec("r1", on="slurm", nodes=nodes, nproc_per_node=1, passes=1, **changes)
+    options = {"nodelist": on_node} if on_node else {}
+    cluster = {"python": sys.executable, "cpu": 2, "options": options}
+    return Request(spec=parse_spec(spec.model_dump() | {"cluster": cluster}, origin="the test"), repin=True)
+
+
+class FollowedJob:
+    """`dlac train` on a thread: a job, its events, and its outcome."""
+
+    def __init__(self, arena: Arena, *, nodes: str, prefers_s: float = PREFERS_S, **changes: Any) -> None:
+        request = request_for(arena, nodes=nodes, **changes)
+        self.events: list[dict[str, Any]] = []
+        self.job = ClusterJob(request, Slurm(prefers_s=prefers_s), self.events.append, look_s=0.5, gone_s=5.0)
+        self._ended: list[Outcome | Exception] = []
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._ended.append(self.job.run())
+        except Exception as err:
+            self._ended.append(err)
+
+    @property
+    def number(self) -> str:
+        """Slurm's number of the job."""
+        return str(self.wait_for("submitted")["job"])
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        """Return its events of one kind."""
+        return [event for event in self.events if event["event"] == kind]
+
+    def wait_for(self, kind: str, count: int = 1) -> dict[str, Any]:
+        """Wait for `count` events of a kind, and return the last one."""
+        wait_until(lambda: len(self.of(kind)) >= count or bool(self._ended), what=f"{kind} event", within_s=120)
+        assert len(self.of(kind)) >= count, f"{self._ended} {self.events[-5:]} {logs()}"
+        return self.of(kind)[count - 1]
+
+    def outcome(self) -> Outcome:
+        """Wait for its end."""
+        self._thread.join(180)
+        assert self._ended, f"still followed: {self.events[-5:]} {logs()}"
+        if isinstance(self._ended[0], Exception):
+            raise self._ended[0]
+        return self._ended[0]
+
+    @property
+    def states(self) -> list[str]:
+        """The successive states of the job."""
+        return [event["state"] for event in self.of("job")]
+
+
+def logs() -> str:
+    """Return the end of the standard error of all jobs' nodes."""
+    return "\n".join(path.read_text()[-3000:] for path in Path().glob("slurm-*.err"))
+
+
+def rows_of(steps: Steps) -> list[int]:
+    """Return all rows of all steps, sorted."""
+    return sorted(row for step in steps.values() for row in step)
+
+
+def check_exact(arena: Arena, rows: int = 2000) -> None:
+    """Check that each row of the table was consumed once, by the script's journal and by the ledger."""
+    assert rows_of(arena.journal("r1")) == rows_of(arena.recorded("r1")) == list(range(rows))
+
+
+@pytest.mark.slow
+def test_range_takes_all_idle_nodes(arena: Arena, slurm: SlurmCluster) -> None:
+    """A job of 2 to 3 nodes gets all three, and trains each row once."""
+    arena.table(appends=(240,))
+    following = FollowedJob(arena, nodes="2:3", batch_size=24, every_steps=5, last_call_s=60)
+    outcome = following.outcome()
+    assert (outcome.ending, outcome.step) == ("finished", 10)
+    assert {row.world_size for row in arena.lineage("r1")} == {3}
+    assert {event["checkpoint_id"] for event in following.of("checkpoint")} == {
+        row.checkpoint_id for row in arena.lineage("r1")
+    }
+    check_exact(arena, rows=240)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ends", ["finished", "failed"])
+def test_finished_job_is_completed(arena: Arena, slurm: SlurmCluster, tmp_path: Path, ends: str) -> None:
+    """A node's process fails after the end of the run. Slurm calls the job completed, and does not queue it again."""
+    arena.table(appends=(240,))
+    python = tmp_path / "python"
+    fails = '"$@"; exit 9' if ends == "finished" else "exit 9"
+    python.write_text(f'#!/bin/bash\nset -- {sys.executable} "$@"\n{fails}\n')
+    python.chmod(0o755)
+    request = request_for(arena, nodes="1", batch_size=24)
+    cluster = request.spec.section(ClusterSpec).model_copy(update={"python": str(python), "retries": 0})
+    job = Slurm().submit(
+        request.model_copy(update={"spec": request.spec.model_copy(update={"cluster": cluster})}), near=[]
+    )
+    state = "COMPLETED" if ends == "finished" else "FAILED"
+    wait_until(lambda: f"JobState={state}" in slurm.job(job), what=f"the job to be {state}", within_s=120)
+    assert "Restarts=0" in slurm.job(job)
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(shutil.which("initdb") is None, reason="needs PostgreSQL's initdb and postgres on the PATH")
+def test_command_follows_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slurm: SlurmCluster) -> None:
+    """`dlac train` submits the job, shows its states and checkpoints, and ends with the status of the run."""
+    with postgres() as address:
+        arena = Arena(tmp_path / "home", monkeypatch, config=LakehouseConfig(uri=address))
+        arena.table(appends=(240,))
+        spec = request_for(arena, nodes="2:3", batch_size=24, every_steps=5).spec
+        job = tmp_path / "job.yaml"
+        job.write_text(yaml.safe_dump(spec.model_dump()))
+        command = [sys.executable, "-m", "dlac_pipeline.cli.main", "train", str(job)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr + logs()
+        assert "submitted as 1" in done.stdout
+        assert "the job is RUNNING" in done.stdout
+        assert {row.world_size for row in arena.lineage("r1")} == {3}
+
+
+@pytest.mark.soak
+def test_fixed_nodes_train_exactly(arena: Arena, slurm: SlurmCluster) -> None:
+    """A job of 2 nodes gets two of three."""
+    arena.table()
+    assert FollowedJob(arena, nodes="2").outcome().ending == "finished"
+    assert {row.world_size for row in arena.lineage("r1")} == {2}
+    check_exact(arena)
+
+
+@pytest.mark.soak
+def test_cancelled_job_leaves_checkpoint(arena: Arena, slurm: SlurmCluster) -> None:
+    """`dlac train` cancels its job, whose nodes checkpoint. The next job trains the rest."""
+    arena.table()
+    stopped = FollowedJob(arena, nodes="2", **SLOW)
+    stopped.wait_for("checkpoint")
+    stopped.job.stop()
+    assert stopped.outcome().ending == "stopped"
+    done = arena.lineage("r1")[-1].step
+    assert "JobState=CANCELLED" in slurm.job(stopped.number)
+    assert FollowedJob(arena, nodes="2").outcome().ending == "finished"
+    assert done < arena.lineage("r1")[-1].step
+    check_exact(arena)
+
+
+@pytest.mark.soak
+def test_killed_rank_is_relaunched(arena: Arena, slurm: SlurmCluster) -> None:
+    """The nodes relaunch the attempt in the same job."""
+    arena.table()
+    following = FollowedJob(arena, nodes="2", **SLOW)
+    following.wait_for("checkpoint")
+    rank = next(
+        one for one in psutil.process_iter(["name", "cmdline"]) if RANK.match(" ".join(one.info["cmdline"] or ()))
+    )
+    rank.kill()
+    assert following.outcome().ending == "finished"
+    assert "Restarts=0" in slurm.job(following.number)
+    assert len(arena.rows("r1", ClaimRow)) == 2
+    check_exact(arena)
+
+
+@pytest.mark.soak
+def test_job_outlives_other_node(arena: Arena, slurm: SlurmCluster) -> None:
+    """A node other than the first is lost. The two others train the rest, in the same start of the job."""
+    arena.table()
+    following = FollowedJob(arena, nodes="2:3", batch_size=24, **SLOW)
+    following.wait_for("checkpoint")
+    slurm.lose("n3")
+    assert following.outcome().ending == "finished"
+    assert "Restarts=0" in slurm.job(following.number)
+    assert {row.world_size for row in arena.lineage("r1")} == {3, 2}
+    check_exact(arena)
+
+
+@pytest.mark.soak
+def test_lost_first_node_requeues(arena: Arena, slurm: SlurmCluster) -> None:
+    """The batch script is lost with the first node. The job is requeued, and the two other nodes train the rest."""
+    arena.table()  # training must outlast the controller's timeout of a node
+    following = FollowedJob(arena, nodes="2:3", batch_size=24, slow_rank=0, slow_s=1.0)
+    following.wait_for("checkpoint")
+    slurm.lose("n1")
+    assert following.outcome().ending == "finished"
+    assert any("has lost its first node" in event["message"] for event in following.of("warning"))
+    assert "Restarts=1" in slurm.job(following.number)
+    assert len(arena.rows("r1", ClaimRow)) >= 2
+    check_exact(arena)
+
+
+@pytest.mark.soak
+def test_orphaned_job_ends(arena: Arena, slurm: SlurmCluster) -> None:
+    """The first node is lost, and no `dlac train` follows the job. The last node that ends also ends the job."""
+    arena.table()
+    slurm_client = Slurm()
+    job = slurm_client.submit(request_for(arena, nodes="2:3", batch_size=24, **SLOW), near=[])
+    wait_until(lambda: bool(arena.rows("r1", CheckpointRow)), what="a checkpoint", within_s=120)
+    slurm.lose("n1")
+    wait_until(lambda: "JobState=RUNNING" not in slurm.job(job), what="the job's end", within_s=180)
+    assert re.search("JobState=(CANCELLED|COMPLETING)|Restarts=1", slurm.job(job))
+
+
+@pytest.mark.soak
+def test_preempted_job_is_requeued(arena: Arena, slurm: SlurmCluster) -> None:
+    """A job of a higher partition takes the nodes. The run exits after a checkpoint, is requeued, and trains the rest."""
+    arena.table()
+    following = FollowedJob(arena, nodes="2:3", batch_size=24, **SLOW)
+    following.wait_for("checkpoint")
+    slurm.ask("sbatch", "--partition=high", "--nodes=3", "--cpus-per-task=2", "--ntasks=3", "--wrap=sleep 5")
+    assert following.outcome().ending == "finished"
+    states = following.states
+    assert "PREEMPTED" in states
+    assert states.index("PREEMPTED") < states.index("PENDING", states.index("RUNNING"))
+    assert "Restarts=1" in slurm.job(following.number)
+    assert len(arena.rows("r1", ClaimRow)) == 2
+    check_exact(arena)
+
+
+@pytest.mark.soak
+def test_controller_restart_is_outlasted(arena: Arena, slurm: SlurmCluster) -> None:
+    """An unavailable controller has not ended the job. The job is followed again once the controller answers."""
+    arena.table()
+    following = FollowedJob(arena, nodes="2", **SLOW)
+    following.wait_for("checkpoint")
+    slurm.stop("slurmctld")
+    following.wait_for("warning")
+    slurm.start("slurmctld")
+    assert following.outcome().ending == "finished"
+    assert len(following.of("warning")) == 1
+    assert len(arena.rows("r1", ClaimRow)) == 1
+    check_exact(arena)
+
+
+def leave_copy_on(node: str, arena: Arena) -> dict[str, Any]:
+    """Train on one node until a checkpoint is committed, and stop. Return the folders of the run's checkpoints."""
+    places: dict[str, Any] = {"store": str(arena.home / "far"), "local": str(arena.home / "near")}
+    stopped = FollowedJob(arena, nodes="1", on_node=node, **places, **SLOW)
+    stopped.wait_for("checkpoint")
+    stopped.job.stop()
+    assert stopped.outcome().ending == "stopped"
+    return places
+
+
+@pytest.mark.soak
+def test_resumed_job_gets_holder(arena: Arena, slurm: SlurmCluster) -> None:
+    """A run resumes on the node with its newest checkpoint, although Slurm would have chosen another node."""
+    arena.table()
+    places = leave_copy_on("n3", arena)
+    resumed = FollowedJob(arena, nodes="1", **places)
+    assert resumed.outcome().ending == "finished"
+    assert re.search(r" ReqNodeList=n3 .* NodeList=n3 ", slurm.job(resumed.number))
+    check_exact(arena)
+
+
+@pytest.mark.soak
+def test_lost_holder_is_not_awaited(arena: Arena, slurm: SlurmCluster) -> None:
+    """The node with the checkpoint is lost during the job. The job is requeued, and gets another node after a short time."""
+    arena.table()
+    places = leave_copy_on("n3", arena)
+    resumed = FollowedJob(arena, nodes="1", prefers_s=2.0, **places, **SLOW)
+    resumed.wait_for("checkpoint")
+    slurm.lose("n3")
+    assert resumed.outcome().ending == "finished"
+    assert re.search(r" ReqNodeList=\(null\) .* NodeList=n[12] ", slurm.job(resumed.number))
+    check_exact(arena)
+
+
+@pytest.mark.soak
+def test_down_holder_is_not_required(arena: Arena, slurm: SlurmCluster) -> None:
+    """A node that is not idle at the submission is not required."""
+    arena.table()
+    places = leave_copy_on("n3", arena)
+    slurm.ask("scontrol", "update", "NodeName=n3", "State=DRAIN", "Reason=test")
+    resumed = FollowedJob(arena, nodes="1", **places)
+    assert resumed.outcome().ending == "finished"
+    assert re.search(r" ReqNodeList=\(null\) .* NodeList=n[12] ", slurm.job(resumed.number))
+    check_exact(arena)

@@ -1,0 +1,418 @@
+"""Proofs about forgotten rows that must not be given: weights that were adopted, kept in memory, or left without keys."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from pyiceberg.expressions import And
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.state_dict_saver import save
+
+import dlac_pipeline as dlac
+from dlac_pipeline.audit.explain import EXPLAINED
+from dlac_pipeline.checkpoint.store import tiers_of
+from dlac_pipeline.extensions.deepspeed.deepspeed_state import DeepSpeedState
+from dlac_pipeline.extensions.erasure.certificate import differences, make_key
+from dlac_pipeline.extensions.erasure.passport import write_passport
+from dlac_pipeline.extensions.erasure.seen import who_has_seen
+from dlac_pipeline.extensions.exchange.export import export_tensors, export_weights
+from dlac_pipeline.extensions.exchange.foreign import foreign_checkpoint
+from dlac_pipeline.extensions.exchange.fork import adopt_checkpoint, fork_run
+from dlac_pipeline.lakehouse.errors import SpecInvalid
+from dlac_pipeline.lakehouse.iceberg.connect import among, equals
+from dlac_pipeline.lakehouse.iceberg.pins import remove_pin
+from dlac_pipeline.lakehouse.ledger.branches import retire_left
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.typed_rows import ClaimRow
+from dlac_pipeline.memory_states.states import memory_folder, read_states
+from dlac_pipeline.operations.rewind import rewind_run
+from dlac_pipeline.plan.plan import Plans
+from dlac_pipeline.spec.job_spec import JobSpec
+from dlac_pipeline.supervise.start.request import ClaimRequest
+from dlac_pipeline.supervise.start.start_attempt import start_attempt
+from tests.conftest import Arena, source_rows, wait_until
+from tests.extensions.erasure.test_forget import Erasure, rows_until, small
+from tests.fixtures import Command
+from tests.integration.test_adopt import _Touch
+
+
+def train_sharded(arena: Arena, spec: JobSpec, *, until: int | None = None) -> dict[int, list[int]]:
+    """Train a run with `DistributedState`, which loads adopted weights. Return its rows by step."""
+    seen = {}
+    with arena.training_run(spec) as run:
+        model = torch.nn.Linear(4, 1)
+        run.restore(dlac.DistributedState(model=model, optimizer=torch.optim.AdamW(model.parameters())))
+        for batch in run.batches():
+            if batch.step == until:
+                break
+            seen[batch.step] = batch["row_id"][batch.valid].tolist()
+            run.step_done(batch.mean(batch["x"].sum(-1)))
+    return seen
+
+
+class Exported:
+    """A run `a` that has read a row, and an export of it."""
+
+    def __init__(self, arena: Arena) -> None:
+        self.arena = arena
+        arena.table(appends=(400,))
+        self.spec = small(arena, "a")
+        self.row = train_sharded(arena, self.spec)[3][0]
+        self.folder = arena.home.parent / "export"
+        self.folder.mkdir()
+        self.file = self.folder / "model.safetensors"
+        export_weights(arena.lakehouse, tiers_of(self.spec), self.file)
+
+    def adopt(self, folder: Path, run: str = "d", **changes: object) -> JobSpec:
+        """Begin a run over another table, which has none of the rows, from a folder."""
+        self.arena.table("src.other", appends=(100,))
+        spec = small(self.arena, run, table="src.other", **changes)
+        adopt_checkpoint(self.arena.lakehouse, spec, foreign_checkpoint(folder))
+        return spec
+
+
+@pytest.fixture
+def exported(arena: Arena) -> Exported:
+    """A run that has read the row, and its export."""
+    return Exported(arena)
+
+
+@pytest.mark.parametrize("kind", ["weights", "changed", "state"])
+def test_adopted_export_is_affected(exported: Exported, kind: str) -> None:
+    """A run that began with an export, with changed weights of one, or with an exported state has seen what its origin had."""
+    arena, folder = exported.arena, exported.folder
+    if kind == "state":
+        export_tensors(arena.lakehouse, tiers_of(exported.spec), folder := arena.home.parent / "state")
+    if kind == "changed":
+        about = {"dlac.checkpoint_id": str(arena.head("a"))}
+        save_file({name: each * 2 for name, each in load_file(exported.file).items()}, exported.file, about)
+    d = exported.adopt(folder)
+    train_sharded(arena, d)
+    erasure = Erasure(arena, [f"row_id = {exported.row}"], exported.spec, d)
+    assert (erasure.run("d")["action"], erasure.run("d")["affected_checkpoints"]) == (
+        "fork again",
+        len(arena.lineage("d")),
+    )
+    erasure.execute()
+    train_sharded(arena, exported.spec)
+    with pytest.raises(SpecInvalid, match="run d: expected no restorable checkpoint"):
+        erasure.certify()
+    assert not [each for each in erasure.plan()["rows"]["limits"] if each.startswith("Run d")]
+
+
+@pytest.mark.slow
+def test_unknown_adoption_is_a_limit(exported: Exported) -> None:
+    """A run whose adopted weights name no checkpoint is named in the certificate, also once it was taken back to them."""
+    arena = exported.arena
+    save_file({name: each + 1 for name, each in load_file(exported.file).items()}, exported.file)
+    d = small(arena, "d")
+    adopt_checkpoint(arena.lakehouse, d, foreign_checkpoint(exported.folder))
+    steps = train_sharded(arena, d)
+    erasure = Erasure(arena, [f"row_id = {exported.row}", f"row_id = {steps[1][0]}"], exported.spec, d)
+    erasure.execute()
+    assert erasure.run("d")["head_step"] == 0
+    for spec in (exported.spec, d):
+        train_sharded(arena, spec)
+    document, _ = erasure.certify()
+    limits = document["certificate"]["rows"]["limits"]
+    assert [
+        each
+        for each in limits
+        if each.startswith(f"Run d began with weights from {exported.folder}, of unknown origin")
+    ]
+
+
+@pytest.mark.slow
+def test_exports_of_two_checkpoints_are_refused(exported: Exported) -> None:
+    """A folder with files of two checkpoints has no one origin, and begins no run."""
+    tensors, places = load_file(exported.file), {}
+    for row, name in zip(exported.arena.lineage("a"), tensors, strict=False):
+        places[name] = f"model-{row.step}.safetensors"
+        save_file({name: tensors[name]}, exported.folder / places[name], {"dlac.checkpoint_id": row.checkpoint_id})
+    (exported.folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    with pytest.raises(SpecInvalid, match=r"expected the weights of one checkpoint in .*, found exports of"):
+        exported.adopt(exported.folder)
+    assert exported.arena.rows("d") == []
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_unsafe_files_claim_no_run(arena: Arena, here: Command) -> None:
+    """`dlac checkpoint adopt` refuses files with code in them before it claims the run."""
+    arena.table(appends=(200,))
+    folder = arena.home / "foreign"
+    save(
+        {"model": {"weight": torch.ones(1)}, "other": _Touch(arena.home / "touched")},
+        checkpoint_id=folder,
+        no_dist=True,
+    )
+    (arena.home / "job.yaml").write_text(yaml.safe_dump(small(arena, "d").model_dump()))
+    refused = here("checkpoint", "adopt", str(arena.home / "job.yaml"), str(folder), home=arena.home)
+    assert (refused.returncode, "was not loaded" in " ".join(refused.stderr.split())) == (74, True), refused.stderr
+    assert arena.rows("d") == []
+
+
+@pytest.mark.slow
+def test_killed_adoption_blocks_no_certificate(arena: Arena) -> None:
+    """An adoption that was killed after its claim has trained nothing and reads nothing."""
+    arena.table(appends=(400,))
+    spec, d = small(arena, "r"), small(arena, "d")
+    row = arena.train(spec)[7][0]
+    start_attempt(Plans(arena.lakehouse), d, ClaimRequest(purpose={"purpose": "adopts", "origin": "foreign"}))
+    erasure = Erasure(arena, [f"row_id = {row}"], spec, d)
+    erasure.execute()
+    arena.train(spec)
+    document, _ = erasure.certify()
+    assert [run["run"] for run in document["certificate"]["runs"]] == ["r"]
+
+
+def test_own_deepspeed_folder_is_not_adopted(tmp_path: Path) -> None:
+    """The folder of the engine's files in a checkpoint of DLAC's is forked, not adopted."""
+    folder = tmp_path / "step" / DeepSpeedState.TAG
+    folder.mkdir(parents=True)
+    torch.save({"module": {}}, folder / "mp_rank_00_model_states.pt")
+    assert foreign_checkpoint(folder).engine == DeepSpeedState.name
+    (tmp_path / "step" / "manifest.json").write_text('{"ledger_uuid": "1"}')
+    for each in (folder, folder.parent):
+        with pytest.raises(SpecInvalid, match="begin a run from it with dlac fork"):
+            foreign_checkpoint(each)
+
+
+def kill_with_state(arena: Arena, spec: JobSpec, step: int) -> Path:
+    """Launch a run, and kill supervisor and ranks once a state of a step is in memory. Return the folder of its states."""
+    launch, folder = arena.launch(spec), memory_folder(spec)
+    assert folder is not None
+    wait_until(lambda: any(each.first.step >= step for each in read_states(folder)), what=f"a state of step {step}")
+    launch.destroy()
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rewound", [False, True])
+def test_state_in_memory_refuses_certificate(arena: Arena, rewound: bool) -> None:
+    """A killed launch has read the row after its last checkpoint. Its state is removed, also after a rewind by hand."""
+    arena.table(appends=(400,))
+    memory = arena.home / "memory"
+    memory.mkdir()
+    changes = {"memory": str(memory), "memory_every_steps": 1, "every_steps": 4, "pause_s": 0.1}
+    spec = small(arena, "r", **changes)
+    folder = kill_with_state(arena, spec, 7)
+    row = next(each["rows"][0] for each in arena.entries("r") if each["step"] == 7)
+    staged = arena.home / "checkpoints" / "r" / "attempt-0001" / f"step-000000007-{arena.rows('r', ClaimRow)[0].nonce}"
+    staged.mkdir()
+    (staged / "rank.pt").write_bytes(b"weights")
+    erasure = Erasure(arena, [f"row_id = {row}"], small(arena, "r"))
+    if rewound:
+        rewind_run(arena.lakehouse, "r", nonce="op", step=0, exclude=erasure.filters)
+        with pytest.raises(SpecInvalid, match=r"expected no weights in .*memory.*") as refused:
+            erasure.certify()
+        assert str(staged) in str(refused.value)
+    assert read_states(folder)
+    erasure.execute()
+    assert (list(memory.rglob("*.pt")), staged.exists()) == ([], False)
+    arena.train(small(arena, "r"))
+    assert erasure.certify()
+
+
+@pytest.fixture
+def certified(arena: Arena) -> tuple[Erasure, dict[str, Any]]:
+    """A request that was met and certified."""
+    arena.table(appends=(200,))
+    spec = small(arena, "r")
+    erasure = Erasure(arena, [f"row_id = {arena.train(spec)[5][0]}"], spec)
+    erasure.execute()
+    arena.train(spec)
+    document, _ = erasure.certify()
+    return erasure, document["certificate"]
+
+
+@pytest.mark.slow
+def test_forged_statements_are_found(certified: tuple[Erasure, dict[str, Any]]) -> None:
+    """Each field that a signer may state otherwise, and scripts and snapshots that would show less."""
+    erasure, honest = certified
+    run, script = honest["runs"][0], honest["script"]
+    first = erasure.arena.lakehouse.own("consumption").metadata.snapshots[0].snapshot_id
+    fewer = re.sub(r"(?<=read_parquet\(\[\n).*?,\n", "", script, count=1, flags=re.DOTALL)
+    forged: list[dict[str, Any]] = [
+        {"runs": [{**run, "affected": None}]},
+        {"runs": [{**run, "seq": run["seq"] - 1}]},
+        {"runs": [run, {**run, "run": "other"}]},
+        {"runs": [{**run, "note": "approved"}]},
+        {"rows": {**honest["rows"], "limits": []}},
+        {"rows": {**honest["rows"], "count": 7}},
+        {"script": script.replace("FROM forget_problems;", "FROM forget_problems WHERE false;")},
+        {"script": fewer},
+        *({"snapshots": {**honest["snapshots"], "consumption": each}} for each in (None, 17, first)),
+        {"certified_at": "2099-01-01T00:00:00+00:00"},
+        {"id": "0"},
+        {"table_uuid": "0"},
+    ]
+    for each in forged:
+        assert erasure.differences({"certificate": {**honest, **each}}), each
+
+
+@pytest.mark.slow
+def test_emptied_certificate_is_found(certified: tuple[Erasure, dict[str, Any]]) -> None:
+    """A signed certificate without runs, with a script that returns nothing, and of another date has three differences."""
+    erasure, honest = certified
+    forged = {"runs": [], "script": "SELECT 1 WHERE false", "certified_at": "2020-01-01T00:00:00+00:00"}
+    assert erasure.differences({"certificate": honest}) == []
+    assert erasure.differences({"certificate": {**honest, "runs": []}}) == [
+        "expected in the certificate the runs ['r'], found []"
+    ]
+    found = "\n".join(erasure.differences({"certificate": {**honest, **forged}}))
+    assert "expected the script of DLAC" in found
+    assert "rows: expected the count" in found
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(
+            {name: None}
+            for name in ("runs", "rows", "script", "certified_at", "snapshots", "filters", "format_version")
+        ),
+        *({"runs": each} for each in ([1], [{"run": "r"}], [{"run": [], "seq": 1}], [{"run": "r", "seq": 10**30}])),
+        *({"certified_at": each} for each in ("yesterday", "2026-01-01T00:00:00")),
+        *({"filters": each} for each in ([1], ["row_id = '\ud800'"])),
+        *({"snapshots": each} for each in ({}, {"consumption": "1"})),
+        {"format_version": True},
+        {"more": 1},
+    ],
+)
+def test_malformed_certificate_is_refused(arena: Arena, change: dict[str, Any]) -> None:
+    """Signed fields of other types, and fields that are missing or unknown, are an error of the input."""
+    fields = {"id": "0", "table": "src.t", "table_uuid": "0", "filters": ["row_id = 1"], "runs": [], "rows": {}}
+    facts = {"script": "", "format_version": 1, "certified_at": "2026-01-01T00:00:00+00:00", "dlac_version": "1"}
+    certificate = {**fields, **facts, "snapshots": dict.fromkeys(EXPLAINED), **change}
+    with pytest.raises(SpecInvalid, match="expected the fields of a certificate"):
+        differences(
+            arena.lakehouse, {name: each for name, each in certificate.items() if each is not None}, lambda run: None
+        )
+
+
+def test_deep_certificate_is_refused(tmp_path: Path, here: Command) -> None:
+    """A file of a hundred thousand lists ends in one line of error."""
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    refused = here("forget", "verify", str(tmp_path / "deep.json"), "--key", str(make_key(tmp_path / "key.pem")))
+    assert (refused.returncode, "expected a certificate of `dlac forget rows`" in refused.stderr) == (64, True)
+
+
+def test_expired_row_is_found_by_key(arena: Arena) -> None:
+    """A row that was deleted from the table, and whose snapshot and file are gone, is forgotten by its key."""
+    table = arena.table(appends=(200,))
+    spec = small(arena, "r", row_keys=True, identity_columns=["row_id"])
+    steps = arena.train(spec)
+    planned = table.current_snapshot()
+    assert planned is not None
+    remove_pin(arena.lakehouse, "src.t", planned.snapshot_id, force=True)
+    arena.lakehouse.load("src.t").overwrite(source_rows(200, 200))
+    arena.lakehouse.load("src.t").maintenance.expire_snapshots().by_ids([planned.snapshot_id]).commit()
+    erasure = Erasure(arena, [f"row_id = {steps[5][0]}"], spec)
+    plan = erasure.plan()
+    assert (plan["rows"]["count"], plan["runs"][0]["first_affected_step"]) == (1, 6)
+    assert "dlac checkpoint retire r --whole-run, and repeat this" in erasure.execute()[0]
+    retire_left(Ledger(arena.lakehouse), "r", whole=True)
+    erasure.execute()
+    document, _ = erasure.certify()
+    assert erasure.differences(document) == []
+    later = Erasure(arena, [f"row_id in ({steps[1][0]}, {steps[2][0]}) or row_id = {steps[3][0]}"], spec)
+    assert (later.plan()["rows"]["count"], later.plan()["problems"]) == (3, [])
+    other = Erasure(arena, ["even = true"], spec)
+    assert any("are not counted" in each for each in other.plan()["problems"])
+
+
+@pytest.mark.slow
+def test_lost_append_proves_nothing(arena: Arena) -> None:
+    """A run without an append, and a fork of a lost checkpoint, are unknown to all proofs until they are retired."""
+    arena.table(appends=(400,))
+    spec = small(arena, "r", row_keys=True, identity_columns=["row_id"])
+    fork = small(arena, "f", row_keys=True, identity_columns=["row_id"])
+    row = train_sharded(arena, spec)[7][3]
+    lost = next(each for each in arena.lineage("r") if each.step == 8)
+    fork_run(arena.lakehouse, fork, "r", checkpoint_id=lost.checkpoint_id)
+    arena.lakehouse.own("consumption").delete(And(equals("run", "r"), among("seq", [lost.seq])))
+    for run in (None, "r", "f"):
+        assert who_has_seen(arena.lakehouse, [str(row)], run=run)["notes"][-1].startswith(
+            "unknown for run r, of whose 11"
+        )
+    exported = export_weights(arena.lakehouse, tiers_of(spec), arena.home / "model.safetensors")
+    passport = write_passport(arena.lakehouse, exported.path)
+    assert passport is not None
+    assert passport.incomplete == ("the ledger has 13 of the 14 appends of run r",)
+    erasure = Erasure(arena, [f"row_id = {row}"], spec, fork)
+    problems = " ".join(erasure.plan()["problems"])
+    assert f"run f: expected checkpoint {lost.checkpoint_id} of run r in the ledger" in problems
+    assert "run r: expected all 15 appends in the ledger, found 14" in problems
+    for run in ("r", "f"):
+        retire_left(Ledger(arena.lakehouse), run, whole=True)
+    assert erasure.certify()
+
+
+@pytest.mark.slow
+def test_follower_skips_forgotten_row(arena: Arena) -> None:
+    """A run that has not planned an appended row yet will read it, unless it excludes it."""
+    arena.table(appends=(200,))
+    follower, other = small(arena, "a", follow="appends"), small(arena, "b")
+    arena.train(follower)
+    arena.lakehouse.load("src.t").append(source_rows(200, 200))
+    row = next(each for rows in arena.train(other).values() for each in rows if each >= 200)
+    erasure = Erasure(arena, [f"row_id = {row}"], follower, other)
+    assert (erasure.run("a")["action"], erasure.run("a")["steps_to_replay"]) == ("rewind", 0)
+    erasure.execute()
+    document, _ = erasure.certify()
+    assert row not in rows_until(arena.train(follower), 99)
+    assert erasure.differences(document) == []
+
+
+@pytest.mark.slow
+def test_exclusion_counts_for_its_source(arena: Arena) -> None:
+    """A run at its beginning that excludes a row from one of two sources will read it from the second source."""
+    arena.table(appends=(400,))
+    spec = small(arena, "r", steps=8)
+    spec = spec.model_copy(update={"mixture": [spec.source.model_copy(update={"name": "second"})]})
+    row = arena.train(spec)[7][0]
+    erasure = Erasure(arena, [f"row_id = {row}"], spec)
+    for nonce in ("one", "two"):
+        rewind_run(arena.lakehouse, "r", nonce=nonce, step=0, exclude=erasure.filters, source="src.t", spec=spec)
+        assert (erasure.run("r")["action"], erasure.run("r")["will_read"]) == ("rewind", True)
+        erasure.execute()
+        assert erasure.certify()
+        assert row not in rows_until(arena.train(spec), 99)
+
+
+@pytest.mark.slow
+def test_each_alternative_needs_its_keys(arena: Arena) -> None:
+    """A filter over two kinds of keys is not answered for a file with one kind only, and contradictions match nothing."""
+    table = arena.table(appends=(64,))
+    spec = small(arena, "r", row_keys=True, identity_columns=["row_id"])
+    arena.train(spec)
+    planned = table.current_snapshot()
+    assert planned is not None
+    remove_pin(arena.lakehouse, "src.t", planned.snapshot_id, force=True)
+    arena.lakehouse.load("src.t").overwrite(source_rows(64, 64))
+    arena.lakehouse.load("src.t").maintenance.expire_snapshots().by_ids([planned.snapshot_id]).commit()
+    other = small(arena, "q", row_keys=True, identity_columns=["name"])
+    arena.train(other)
+    either = Erasure(arena, ["row_id = 100 or name = 'row 5'"], spec, other)
+    assert any("are not counted" in each for each in either.plan()["problems"])
+    both = Erasure(arena, ["row_id = 5 and row_id in (5, 6)"], spec, other)
+    assert both.plan()["rows"]["count"] == 1
+
+
+@pytest.mark.slow
+def test_whole_table_is_forgotten(arena: Arena) -> None:
+    """A run that would have no row left does not stop other runs. The answer names `dlac checkpoint retire` for it."""
+    arena.table(appends=(64,))
+    spec = small(arena, "r")
+    arena.train(spec)
+    erasure = Erasure(arena, ["row_id >= 0"], spec)
+    assert "leaves none" in erasure.execute()[0]
+    retire_left(Ledger(arena.lakehouse), "r", whole=True)
+    erasure.execute()
+    assert erasure.certify()

@@ -1,0 +1,433 @@
+"""Rows that are forgotten: plan, rewinds, retraining, certificate, and the checks of the certificate."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pyarrow as pa
+import pytest
+import torch
+from pyiceberg.table import Table
+
+from dlac_pipeline import TorchState
+from dlac_pipeline.audit.audit import audit_run
+from dlac_pipeline.checkpoint.store import folder_of
+from dlac_pipeline.extensions.erasure.certificate import certify, differences, is_signed, make_key
+from dlac_pipeline.extensions.erasure.execution import execute_forget
+from dlac_pipeline.extensions.erasure.forget import ForgetPlan, plan_forget
+from dlac_pipeline.extensions.erasure.seen import who_has_seen
+from dlac_pipeline.extensions.erasure.traces import erase_traces
+from dlac_pipeline.extensions.exchange.fork import fork_run
+from dlac_pipeline.lakehouse.errors import NoSuchColumn, NoSuchTable, SpecInvalid
+from dlac_pipeline.lakehouse.ledger.branches import exclusions_in_force, retire_left
+from dlac_pipeline.lakehouse.ledger.commits import name_checkpoint, names_of, record_exports
+from dlac_pipeline.lakehouse.ledger.journal import Journal
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ExportRow, NameRow
+from dlac_pipeline.operations.rewind import rewind_run
+from dlac_pipeline.spec.job_spec import JobSpec
+from tests.conftest import Arena, Steps, source_rows
+from tests.fixtures import Command
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from dlac_pipeline.lakehouse.iceberg.connect import connect
+from dlac_pipeline.extensions.erasure import execution, traces
+from dlac_pipeline.spec.job_spec import read_spec
+
+spec = read_spec(Path(sys.argv[1]))
+module, function = sys.argv[2].split(".")
+setattr(globals()[module], function, lambda *args, **rest: os.kill(os.getpid(), signal.SIGKILL))
+if module == "execution":
+    execution.execute_forget(connect(spec.lakehouse), "src.t", [sys.argv[3]], lambda run: spec)
+else:
+    traces.erase_traces(connect(spec.lakehouse), "src.t", [sys.argv[3]], lambda run: spec)
+"""
+SOAK = pytest.mark.soak
+
+
+class Erasure:
+    """A request for one row of a step, in the lakehouse of a test."""
+
+    def __init__(self, arena: Arena, filters: list[str], *specs: JobSpec) -> None:
+        self.arena, self.filters = arena, filters
+        self.specs = {spec.run: spec for spec in specs}
+
+    def plan(self) -> ForgetPlan:
+        """Return the state of the request."""
+        return plan_forget(self.arena.lakehouse, "src.t", self.filters)
+
+    def run(self, name: str) -> dict[str, Any]:
+        """Return the row of a run in the plan."""
+        return next(run for run in self.plan()["runs"] if run["run"] == name)
+
+    def execute(self) -> list[str]:
+        """Execute it, and return the steps."""
+        return execute_forget(self.arena.lakehouse, "src.t", self.filters, self.specs.get)
+
+    def certify(self) -> tuple[dict[str, Any], Path]:
+        """Return a certificate and the public key of its signer."""
+        key = self.arena.home / "key.pem"
+        public = key.with_suffix(".pub.pem") if key.exists() else make_key(key)
+        file = self.arena.home / "certificate.json"
+        file.unlink(missing_ok=True)
+        return certify(self.arena.lakehouse, "src.t", self.filters, self.specs.get, file=file, key=key), public
+
+    def differences(self, document: dict[str, Any]) -> list[str]:
+        """Return the differences from a certificate."""
+        return differences(self.arena.lakehouse, document["certificate"], self.specs.get)
+
+
+def rows_until(steps: Steps, last: int) -> set[int]:
+    """Row ids of the steps up to one."""
+    return {row for step, rows in steps.items() if step <= last for row in rows}
+
+
+def small(arena: Arena, run: str, **changes: Any) -> JobSpec:
+    """Return a job of one pass over 400 rows in 13 steps, with a checkpoint every second one."""
+    return arena.spec(run, **{"world_size": 1, "passes": 1, "every_steps": 2, "keep_last": 0, **changes})
+
+
+def test_forgotten_row_is_certified(arena: Arena) -> None:
+    """The plan names checkpoints and cost; after the retraining, DLAC and a plain DuckDB check the signed certificate."""
+    arena.table(appends=(200, 200))
+    spec = small(arena, "r")
+    steps = arena.train(spec)
+    row = steps[7][3]
+    erasure = Erasure(arena, [f"row_id = {row}"], spec)
+    plan, run = erasure.plan(), erasure.run("r")
+    assert (plan["rows"]["count"], plan["rows"]["files"], len(plan["problems"])) == (1, 1, 2)
+    assert (run["action"], run["first_affected_step"], run["affected_checkpoints"]) == ("rewind", 8, 4)
+    assert (run["clean_step"], run["steps_to_replay"], run["samples_to_replay"]) == (6, 7, 7 * 32)
+    assert (run["surviving"], run["abandoned"], run["share_of_retraining"]) == (4, 0, round(7 / 13, 4))
+    assert arena.head("r") == run["head"]
+    with pytest.raises(SpecInvalid, match="is met, found otherwise:\nrun r: expected a head that has not seen"):
+        erasure.certify()
+    done = erasure.execute()
+    assert done[0] == "run r is rewound to step 6 without the rows: resume it with `dlac recover r`"
+    assert (len(done), erasure.execute(), erasure.run("r")["action"]) == (5, [], "none")
+    again = arena.train(spec)
+    assert row not in rows_until(again, 99)
+    assert rows_until(steps, 6) | rows_until(again, 99) == set(range(400)) - {row}
+    document, public = erasure.certify()
+    certificate = document["certificate"]
+    assert is_signed(document, public)
+    assert erasure.differences(document) == []
+    [certified] = certificate["runs"]
+    assert (certified["head"], len(certified["affected"]), certificate["rows"]["count"]) == (arena.head("r"), 4, 1)
+    checkpoints = {each.checkpoint_id: each for each in arena.rows("r", CheckpointRow)}
+    assert not any(folder_of(checkpoints[each].manifest_uri).exists() for each in certified["affected"])
+    assert certified["losses_of_checkpoints"] == certified["affected"][:1]
+    with duckdb.connect() as plain:
+        assert plain.execute(certificate["script"]).fetchall() == []
+    assert audit_run(arena.lakehouse, "r").exact
+
+
+@pytest.mark.slow
+def test_traces_are_erased(arena: Arena) -> None:
+    """Keys and losses of the rows are gone from tables, files and journal. Audits and certificates stay."""
+    arena.table(appends=(200, 200))
+    spec = small(arena, "r", row_keys=True, identity_columns=["row_id"])
+    steps = arena.train(spec)
+    row = steps[7][3]
+    erasure = Erasure(arena, [f"row_id = {row}"], spec)
+    with pytest.raises(SpecInvalid, match="expected that the rows are forgotten, found otherwise:\nrun r"):
+        erase_traces(arena.lakehouse, "src.t", erasure.filters, erasure.specs.get)
+    erasure.execute()
+    again = arena.train(spec)
+    document, _ = erasure.certify()
+    assert who_has_seen(arena.lakehouse, [str(row)])["seen_by"]
+    [traced] = erasure.run("r")["losses_of_checkpoints"]
+    before = {each.checkpoint_id: each.losses for each in arena.rows("r", CheckpointRow)}
+    old = [file for name in ("consumption", "row_keys") for file in files_of(arena.lakehouse.own(name))]
+    assert len(erase_traces(arena.lakehouse, "src.t", erasure.filters, erasure.specs.get)) == 2
+    assert erase_traces(arena.lakehouse, "src.t", erasure.filters, erasure.specs.get) == []
+    assert erasure.run("r")["losses_of_checkpoints"] is None
+    after = {each.checkpoint_id: each.losses for each in arena.rows("r", CheckpointRow)}
+    assert (after.pop(traced), len(before.pop(traced))) == ((), 2)
+    assert after == before
+    assert who_has_seen(arena.lakehouse, [str(row)])["notes"] == [
+        "no checkpoint has seen it: the key is in no keyed data file, or was erased"
+    ]
+    assert who_has_seen(arena.lakehouse, [str(again[9][0])])["seen_by"]
+    table = arena.lakehouse.own("consumption")
+    gone = set(old) - {file for name in ("consumption", "row_keys") for file in files_of(arena.lakehouse.own(name))}
+    assert gone
+    assert not any(Path(file.removeprefix("file://")).exists() for file in gone)
+    journal = Journal.of(table)
+    entries = journal.read(journal.entries("r")["r"].values())
+    expected = arena.lakehouse.read_own("consumption")
+    assert (
+        entries.sort_by([("seq", "ascending")])["losses"].to_pylist() == expected.sort_by("seq")["losses"].to_pylist()
+    )
+    assert erasure.differences(document) == []
+    assert audit_run(arena.lakehouse, "r").exact
+
+
+@SOAK
+@pytest.mark.parametrize("place", ["_rewrite", "_erase_losses", "expire", "remove_orphans"])
+def test_killed_erasure_is_finished(arena: Arena, place: str) -> None:
+    """SIGKILL before keys, losses, snapshots or files are erased: the next call erases the rest."""
+    arena.table(appends=(400,))
+    spec = small(arena, "r", row_keys=True, identity_columns=["row_id"])
+    row = arena.train(spec)[7][3]
+    erasure = Erasure(arena, [f"row_id = {row}"], spec)
+    erasure.execute()
+    arena.train(spec)
+    old = [file for name in ("consumption", "row_keys") for file in files_of(arena.lakehouse.own(name))]
+    path = arena.home / "job.yaml"
+    path.write_text(spec.model_dump_json())
+    killed = subprocess.run([sys.executable, "-c", KILLED, path, f"traces.{place}", *erasure.filters], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    erase_traces(arena.lakehouse, "src.t", erasure.filters, erasure.specs.get)
+    assert erase_traces(arena.lakehouse, "src.t", erasure.filters, erasure.specs.get) == []
+    kept = [file for name in ("consumption", "row_keys") for file in files_of(arena.lakehouse.own(name))]
+    assert not any(Path(file.removeprefix("file://")).exists() for file in set(old) - set(kept))
+    assert not who_has_seen(arena.lakehouse, [str(row)])["seen_by"]
+    assert audit_run(arena.lakehouse, "r").exact
+
+
+def files_of(table: Table) -> list[str]:
+    """Return the data files of a table."""
+    return [str(path) for path in table.inspect.files()["file_path"].to_pylist()]
+
+
+@pytest.mark.slow
+def test_fork_after_rows_begins_again(arena: Arena) -> None:
+    """A fork from before the rows is rewound, one from after them is listed with its commands, and blocks the certificate."""
+    arena.table(appends=(400,))
+    parent = small(arena, "p")
+    steps = arena.train(parent)
+    before, after = small(arena, "before", seed=5), small(arena, "after", seed=6)
+    fork_run(arena.lakehouse, before, "p", step=4)
+    fork_run(arena.lakehouse, after, "p", step=8)
+    erasure = Erasure(arena, [f"row_id = {steps[6][0]}"], parent, before, after)
+    read = arena.train(after, until=3)
+    assert steps[6][0] not in rows_until(read, 2), "else choose another seed"
+    runs = {run["run"]: run["action"] for run in erasure.plan()["runs"]}
+    assert runs == {"p": "rewind", "before": "rewind", "after": "fork again"}
+    erasure.execute()
+    assert arena.train(parent)[9]
+    commands = erasure.run("after")["commands"]
+    retrained = next(row for row in arena.lineage("p") if row.step == 8)
+    assert commands.startswith(f"dlac fork p --checkpoint {retrained.checkpoint_id} --as NEW")
+    with pytest.raises(SpecInvalid, match="run after: expected no restorable checkpoint"):
+        erasure.certify()
+    new = small(arena, "new", seed=6)
+    fork_run(arena.lakehouse, new, "p", checkpoint_id=retrained.checkpoint_id)
+    erasure.specs["new"] = new
+    assert [line.split(" is ")[0] for line in erasure.execute()] == ["run new"]
+    retire_left(Ledger(arena.lakehouse), "after", whole=True)
+    with pytest.raises(SpecInvalid, match=r"expected no weights in .*after"):
+        erasure.certify()
+    for folder in (arena.home / "checkpoints" / "after").glob("attempt-*/step-*"):
+        subprocess.run(["rm", "-r", folder], check=True)
+    arena.train(before)
+    arena.train(new)
+    document, _ = erasure.certify()
+    assert {run["run"] for run in document["certificate"]["runs"]} == {"p", "before", "after", "new"}
+
+
+@pytest.mark.slow
+@SOAK
+def test_tags_exports_and_branches_are_cleared(arena: Arena) -> None:
+    """Tags on affected checkpoints are removed, abandoned ones are retired, exports are listed, and clean ones stay."""
+    arena.table(appends=(400,))
+    spec = small(arena, "r")
+    steps = arena.train(spec, until=11)
+    ledger = Ledger(arena.lakehouse)
+    name_checkpoint(ledger, "r", "best", step=10)
+    name_checkpoint(ledger, "r", "early", step=2)
+    exported = next(row.checkpoint_id for row in arena.lineage("r") if row.step == 8)
+    record_exports(ledger, "r", [ExportRow(checkpoint_id=exported, digest="d1", bytes=1, file="w.safetensors")])
+    rewind_run(arena.lakehouse, "r", nonce="op", step=2, exclude=["row_id = 7"])
+    arena.train(spec, until=5)
+    row = steps[7][0]
+    erasure = Erasure(arena, [f"row_id = {row}"], spec)
+    run = erasure.run("r")
+    assert (run["action"], run["abandoned"], run["surviving"], run["tags"]) == ("rewind", 2, 0, ["best"])
+    assert run["exports_to_delete_or_replace"] == [f"w.safetensors of {exported}, BLAKE3 d1"]
+    done = erasure.execute()
+    assert any(line.startswith("tag best of run r is removed") for line in done)
+    assert list(names_of(arena.rows("r", NameRow))) == ["early"]
+    assert [each.where for each in exclusions_in_force(arena.rows("r"))] == ["row_id = 7", f"row_id = {row}"]
+    again = arena.train(spec)
+    assert rows_until(again, 99).isdisjoint({7, row} - rows_until(steps, 2))
+    document, _ = erasure.certify()
+    assert document["certificate"]["runs"][0]["exports_to_delete_or_replace"]
+
+
+@SOAK
+def test_later_request_keeps_earlier_exclusion(arena: Arena) -> None:
+    """A request whose clean checkpoint is before the rewind of another one repeats its exclusion."""
+    arena.table(appends=(400,))
+    spec = small(arena, "r")
+    steps = arena.train(spec)
+    first = Erasure(arena, [f"row_id = {steps[9][0]}"], spec)
+    first.execute()
+    again = arena.train(spec)
+    second = Erasure(arena, [f"row_id = {steps[3][0]}"], spec)
+    second.execute()
+    last = arena.train(spec)
+    assert rows_until(last, 99).isdisjoint({steps[9][0], steps[3][0]})
+    assert steps[9][0] not in rows_until(again, 99)
+    for erasure in (first, second):
+        assert erasure.certify()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "step", [pytest.param("rewind_run", marks=SOAK), "retire_checkpoints", pytest.param("LeftWeights", marks=SOAK)]
+)
+def test_killed_execution_is_repeated(arena: Arena, step: str) -> None:
+    """However far a killed execution came, its repetition ends in the same state."""
+    arena.table(appends=(400,))
+    spec = small(arena, "r")
+    steps = arena.train(spec)
+    erasure = Erasure(arena, [f"row_id = {steps[7][0]}"], spec)
+    path = arena.home / "job.yaml"
+    path.write_text(spec.model_dump_json())
+    killed = subprocess.run([sys.executable, "-c", KILLED, path, f"execution.{step}", *erasure.filters], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    erasure.execute()
+    run = erasure.run("r")
+    assert (run["action"], run["retired"], run["head_step"]) == ("none", 4, 6)
+    assert len(run["filters_in_rewinds"]) == 1
+    arena.train(spec)
+    assert erasure.certify()
+
+
+@pytest.mark.slow
+@SOAK
+def test_packed_document_is_forgotten(arena: Arena) -> None:
+    """A document with its first tokens in a step is affected from then on, and its cost is also stated in tokens."""
+    rows = source_rows(0, 300)
+    tokens = pa.array([[row] * 7 for row in range(300)], pa.list_(pa.int32()))
+    arena.lakehouse.catalog.create_table("src.t", rows.append_column("tokens", tokens).schema)
+    arena.lakehouse.load("src.t").append(rows.append_column("tokens", tokens))
+    spec = small(arena, "r", batch_size=8, columns=["tokens"], steps=20)
+    spec = JobSpec.model_validate({**spec.model_dump(), "sequences": {"length": 5}})
+
+    def train() -> dict[int, set[int]]:
+        found: dict[int, set[int]] = {}
+        with arena.training_run(spec) as run:
+            run.restore(TorchState(model=torch.nn.Linear(1, 1)))
+            for batch in run.batches():
+                found[batch.step] = set(batch["tokens"][batch["document"] > 0].tolist())
+                run.step_done(0.0)
+        return found
+
+    steps = train()
+    row = next(row for row in steps[8] & steps[9] if row not in steps[7])
+    erasure = Erasure(arena, [f"row_id = {row}"], spec)
+    run = erasure.run("r")
+    assert (run["first_affected_step"], run["clean_step"], run["tokens_to_replay"]) == (8, 6, 14 * 8 * 5)
+    erasure.execute()
+    assert not any(row in found for found in train().values())
+    assert erasure.certify()
+
+
+@pytest.mark.slow
+@SOAK
+def test_unread_rows_are_only_excluded(arena: Arena) -> None:
+    """A run that will read the rows loses no step, and a finished run without them is left alone."""
+    arena.table(appends=(400,))
+    spec = small(arena, "r")
+    steps = arena.train(small(arena, "known"))
+    arena.train(spec, until=5)
+    short = small(arena, "short", steps=4)
+    arena.train(short)
+    row = steps[12][0]
+    rewind_run(arena.lakehouse, "known", nonce="op", step=0)
+    erasure = Erasure(arena, [f"row_id = {row}"], spec, small(arena, "known"))
+    runs = {run["run"]: (run["action"], run["steps_to_replay"]) for run in erasure.plan()["runs"]}
+    assert runs == {"r": ("rewind", 0), "known": ("rewind", 0)}
+    erasure.execute()
+    assert arena.lineage("r")[-1].step == 4
+    assert row not in rows_until(arena.train(spec), 99)
+    assert row not in rows_until(arena.train(small(arena, "known")), 99)
+    assert erasure.certify()
+
+
+@pytest.mark.slow
+def test_changed_certificate_is_refused(arena: Arena, tmp_path: Path) -> None:
+    """A changed field, another key, and a training on the rows after all are found, each with its reason."""
+    arena.table(appends=(400,))
+    spec = small(arena, "r")
+    steps = arena.train(spec)
+    erasure = Erasure(arena, [f"row_id = {steps[7][0]}"], spec)
+    erasure.execute()
+    arena.train(spec)
+    document, public = erasure.certify()
+    changed = json.loads(json.dumps(document))
+    changed["certificate"]["runs"][0]["head_step"] += 1
+    assert not is_signed(changed, public)
+    assert not is_signed(document, make_key(tmp_path / "other.pem"))
+    assert not is_signed({"certificate": document["certificate"]}, public)
+    with pytest.raises(SpecInvalid, match="expected to write the new file"):
+        make_key(arena.home / "key.pem")
+    with pytest.raises(SpecInvalid, match="expected an Ed25519 key"):
+        is_signed(document, arena.home / "key.pem")
+    assert (arena.home / "key.pem").stat().st_mode & 0o777 == 0o600
+    rewind_run(arena.lakehouse, "r", nonce="op", step=4)
+    [pending] = erasure.differences(document)
+    assert pending == "run r: expected the rows to be excluded, found that the next steps would read them"
+    arena.train(spec)
+    found = erasure.differences(document)
+    assert [each.split(", found")[0] for each in found] == [
+        "run r: expected a head that has not seen the rows",
+        "run r: expected no restorable checkpoint that has seen the rows",
+        *[each.split(", found")[0] for each in found[2:]],
+    ]
+    with duckdb.connect() as plain:
+        assert plain.execute(erasure.plan()["rows"]["statement"]).fetchall() is not None
+
+
+def test_bad_requests_are_refused(arena: Arena) -> None:
+    """An unknown table or column, and a filter without a planned row, change nothing."""
+    arena.table(appends=(200,))
+    spec = small(arena, "r")
+    arena.train(spec)
+    before = arena.rows("r")
+    for error, table, filters in (
+        (NoSuchTable, "src.none", ["row_id = 1"]),
+        (NoSuchColumn, "src.t", ["day = 1"]),
+        (SpecInvalid, "src.t", [" "]),
+        (SpecInvalid, "src.t", ["row_id = 1000"]),
+    ):
+        with pytest.raises(error):
+            execute_forget(arena.lakehouse, table, filters, {"r": spec}.get)
+    assert arena.rows("r") == before
+
+
+@pytest.mark.slow
+def test_commands_forget_and_verify(arena: Arena, here: Command, tmp_path: Path) -> None:
+    """The commands plan, execute, certify and verify, and a verification that fails has another exit status."""
+    arena.table(appends=(200,))
+    spec = small(arena, "r")
+    row = arena.train(spec)[5][0]
+    (arena.home / "job.yaml").write_text(spec.model_dump_json())
+    common = ("src.t", "--where", f"row_id = {row}", "--spec", str(arena.home / "job.yaml"))
+    plan = json.loads(here("forget", "rows", *common, "--json", home=arena.home).stdout)
+    assert plan["runs"][0]["clean_step"] == 4
+    assert "steps to replay" in here("forget", "rows", *common, home=arena.home).stdout
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.json"
+    make_key(key)
+    done = here("forget", "rows", *common, "--execute", home=arena.home)
+    assert "dlac recover r" in done.stdout, done.stderr
+    arena.train(spec)
+    made = here("forget", "rows", *common, "--certify", str(certificate), str(key), home=arena.home)
+    assert made.returncode == 0, made.stderr
+    check = ("forget", "verify", str(certificate), "--key", str(tmp_path / "key.pub.pem"), *common[3:])
+    verified = here(*check, home=arena.home)
+    assert (verified.returncode, verified.stdout.splitlines()[-1]) == (0, "the lakehouse is as certified")
+    certificate.write_text(certificate.read_text().replace('"head_step": 7', '"head_step": 8'))
+    refused = here(*check, home=arena.home)
+    assert (refused.returncode, "signature does not match" in refused.stdout) == (1, True)

@@ -1,0 +1,177 @@
+"""Passports: whether exported weights were trained on a document, from a file beside them, without the lakehouse."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from blake3 import blake3
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from dlac_pipeline.extensions.erasure.passport import OpenPassport, passport_of
+from dlac_pipeline.extensions.exchange.fork import fork_run
+from dlac_pipeline.lakehouse.errors import SpecInvalid
+from tests.conftest import Arena, source_rows
+from tests.fixtures import Command
+
+KEYED: dict[str, Any] = {"row_keys": True, "identity_columns": ["row_id"]}
+
+
+@dataclass
+class Forked:
+    """A run over rows 0 to 499 of a table, and a fork of its step 5 over rows 1000 to 1199 of another one."""
+
+    arena: Arena
+    here: Command
+    parent_rows: set[int]
+    """Rows that the parent had read at step 5."""
+
+    def export(self, run: str, name: str = "weights.safetensors") -> tuple[Path, Any]:
+        """Export the head of a run by the command. Return the file, and the command's output."""
+        out = self.arena.home.parent / name
+        spec = str(self.arena.home / f"{run}.yaml")
+        done = self.here("checkpoint", "export", run, str(out), "--spec", spec, home=self.arena.home)
+        assert done.returncode == 0, done.stderr
+        written = self.here("passport", "write", str(out), "--json", home=self.arena.home)
+        return out, json.loads(written.stdout) if written.returncode == 0 else written.stderr
+
+
+@pytest.fixture
+def forked(arena: Arena, here: Command) -> Forked:
+    """Both runs record keys of rows."""
+    arena.table(appends=(500,))
+    rows = source_rows(1000, 200)
+    arena.lakehouse.catalog.create_table("src.u", rows.schema).append(rows)
+    seen = arena.train(arena.spec("a", world_size=1, passes=1, every_steps=5, **KEYED), until=9)
+    child = arena.spec("b", table="src.u", world_size=1, passes=1, **KEYED)
+    fork_run(arena.lakehouse, child, "a", step=5)
+    arena.train(child)
+    return Forked(arena, here, {row for step, rows in seen.items() if step <= 5 for row in rows})
+
+
+def test_passport_has_what_both_runs_read(forked: Forked) -> None:
+    """Every row that the fork and its parent had read is found after the lakehouse is gone, and few others are."""
+    out, facts = forked.export("b")
+    assert facts["passport"] == str(passport_of(out))
+    shutil.rmtree(forked.arena.home)
+    with closing(OpenPassport(out)) as passport:
+        assert (passport.facts.documents, passport.facts.incomplete) == (len(forked.parent_rows) + 200, ())
+        assert all(passport.has([str(row)]) for row in {*forked.parent_rows, *range(1000, 1200)})
+        others = [row for row in range(0, 3000, 5) if row not in forked.parent_rows and not 1000 <= row < 1200]
+        assert sum(passport.has([str(row)]) for row in others) < 0.02 * len(others)
+    answers = [
+        json.loads(forked.here("passport", "check", str(out), row, "--json").stdout)["trained_on"]
+        for row in ("1007", "999999")
+    ]
+    assert answers == ["probably (1 in 256 other documents is found, too)", "no"]
+
+
+def test_passport_names_what_it_misses(forked: Forked) -> None:
+    """A table without keys, which a later run reads."""
+    arena = forked.arena
+    arena.table("src.v", appends=(100,))
+    child = arena.spec("c", table="src.v", world_size=1, passes=1)
+    fork_run(arena.lakehouse, child, "a", step=5)
+    arena.train(child)
+    out, _ = forked.export("c")
+    with closing(OpenPassport(out)) as passport:
+        assert passport.facts.incomplete == ("1 data files of src.v have no keys",)
+        assert passport.facts.documents == len(forked.parent_rows)
+    answer = json.loads(forked.here("passport", "check", str(out), "999999", "--json").stdout)
+    assert (answer["trained_on"], answer["unknown"]) == ("unknown", "1 data files of src.v have no keys")
+
+
+@pytest.mark.slow
+def test_keys_of_other_columns_are_unknown(arena: Arena, here: Command) -> None:
+    """A data file that has keys of other columns only leaves a question open."""
+    arena.table(appends=(64,))
+    arena.train(arena.spec("a", world_size=1, passes=1, **KEYED))
+    arena.lakehouse.load("src.t").append(source_rows(64, 64))
+    arena.train(arena.spec("b", world_size=1, passes=1, row_keys=True, identity_columns=["name"]))
+    out, _ = Forked(arena, here, set()).export("b")
+    with closing(OpenPassport(out)) as passport:
+        assert len(passport.facts.identities) == 2
+        assert passport.facts.incomplete == ('1 data files of src.t have no keys of {"row_id": "BIGINT"}',)
+
+
+@pytest.mark.slow
+def test_run_without_keys_has_no_passport(arena: Arena, here: Command) -> None:
+    """The export is written, and the command reports that there is no passport."""
+    arena.table(appends=(100,))
+    arena.train(arena.spec("a", world_size=1, passes=1))
+    out, refused = Forked(arena, here, set()).export("a")
+    assert "set source.row_keys in the job spec" in refused
+    assert not passport_of(out).exists()
+    with pytest.raises(SpecInvalid, match="expected a passport that `dlac passport write` wrote"):
+        OpenPassport(out)
+
+
+def test_wrong_passport_is_refused(forked: Forked) -> None:
+    """One of other weights, one cut short, and one of another format."""
+    first, _ = forked.export("a", "a.safetensors")
+    second, _ = forked.export("b", "b.safetensors")
+    content = passport_of(first).read_bytes()
+    passport_of(second).write_bytes(content)
+    with pytest.raises(
+        SpecInvalid, match=r"expected the weights of checkpoint 'a-.*', as their passport says, found others"
+    ):
+        OpenPassport(second)
+    line, _, filtered = content.partition(b"\n")
+    facts, deep = json.loads(line), b"[" * 100_000
+    seed, salt = facts | {"seed": facts["seed"] + 1}, facts | {"identities": [["salt", facts["identities"][0][1]]]}
+    changed = [json.dumps(each).encode() + b"\n" + filtered for each in (seed, salt, facts | {"format_version": 9})]
+    for damaged in (line[:50], content[:-40], content + b"x", line + b"\n" + bytes(len(filtered)), deep, *changed):
+        passport_of(first).write_bytes(damaged)
+        with pytest.raises(SpecInvalid, match="expected a passport that `dlac passport write` wrote"):
+            OpenPassport(first)
+
+
+def test_forged_passport_is_not_in_ledger(forked: Forked) -> None:
+    """A passport without documents, whose own digest fits, is refused where the ledger knows the weights."""
+    out, _ = forked.export("b")
+    question = ("passport", "check", str(out), "1007", "--json")
+    known = json.loads(forked.here(*question, home=forked.arena.home).stdout)
+    assert (known["trained_on"].split()[0], known["passport"]) == ("probably", "as in the ledger")
+    line, _, filtered = passport_of(out).read_bytes().partition(b"\n")
+    facts = json.loads(line)
+    del facts["digest"]
+    digest = blake3(json.dumps(facts, sort_keys=True).encode() + b"\n" + bytes(len(filtered))).hexdigest()
+    passport_of(out).write_bytes(json.dumps(facts | {"digest": digest}).encode() + b"\n" + bytes(len(filtered)))
+    forged = json.loads(forked.here(*question, home=forked.arena.home.parent / "nowhere").stdout)
+    assert forged["passport"] == "not compared with the ledger, which is not here"
+    refused = forked.here(*question, home=forked.arena.home)
+    assert (refused.returncode, "found a changed one" in refused.stderr) == (64, True)
+
+
+def test_other_weights_are_refused(forked: Forked) -> None:
+    """Weights whose header still names the checkpoint, and another file in the place of the export."""
+    out, _ = forked.export("b")
+    with safe_open(out, framework="pt") as opened:
+        save_file({"weight": torch.ones(1)}, out, opened.metadata())
+    with pytest.raises(SpecInvalid, match=r"found others in .*weights.safetensors"):
+        OpenPassport(out)
+
+
+@pytest.mark.slow
+def test_weights_without_keys_lose_passport(forked: Forked) -> None:
+    """Weights of a run without keys replace an export, whose passport would speak of them."""
+    out, _ = forked.export("b")
+    forked.arena.table("src.w", appends=(64,))
+    forked.arena.train(forked.arena.spec("w", table="src.w", world_size=1, passes=1))
+    forked.export("w")
+    assert not passport_of(out).exists()
+
+
+@pytest.mark.parametrize("document", [["seven"], ["7", "8"], [""]])
+def test_document_has_the_columns_of_the_keys(forked: Forked, document: list[str]) -> None:
+    """A text that is no integer, or two values for one column."""
+    out, _ = forked.export("b")
+    with closing(OpenPassport(out)) as passport, pytest.raises(SpecInvalid, match="expected the values of the columns"):
+        passport.has(document)

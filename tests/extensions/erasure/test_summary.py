@@ -1,0 +1,110 @@
+"""`dlac summary`: the totals of the audit in the form that the public is owed, through forks."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from dlac_pipeline.audit.audit import audit_run
+from dlac_pipeline.audit.lakehouse_sql import open_audit
+from dlac_pipeline.extensions.erasure.summary import training_content
+from dlac_pipeline.extensions.exchange.fork import fork_run
+from dlac_pipeline.operations.rewind import rewind_run
+from tests.conftest import Arena
+from tests.fixtures import Command
+from tests.integration.audit_runs import Workshop, trained
+
+
+@pytest.fixture
+def forked(arena: Arena) -> Arena:
+    """A run over one table, and a fork of its step 10 over another table with some rows excluded."""
+    arena.table(appends=(500,))
+    arena.table("src.u", appends=(200,))
+    arena.train(arena.spec("a", world_size=1, passes=1, every_steps=5), until=14)
+    child = arena.spec("b", table="src.u", world_size=1, passes=1, exclude=["row_id < 20"])
+    fork_run(arena.lakehouse, child, "a", step=10)
+    arena.train(child)
+    arena.monkeypatch.delenv("DLAC_HOME")
+    return arena
+
+
+def test_totals_are_those_of_the_audit(forked: Arena, here: Command) -> None:
+    """Of the run, and of its parent as it was at the fork."""
+    found = json.loads(here("summary", "b", "--json", home=forked.home).stdout)
+    audits = [audit_run(forked.lakehouse, "b"), audit_run(forked.lakehouse, "a", "10")]
+    assert [{**each, "sources": None} for each in found] == [
+        {**json.loads(json.dumps(each.to_json(), default=str)), "sources": None} for each in audits
+    ]
+    for each in found:
+        assert sum(source["rows_consumed"] for source in each["sources"]) == each["rows_consumed"]
+    assert [each["sources"][0]["source_table"] for each in found] == ["src.u", "src.t"]
+    assert [each["sources"][0]["excluded"] for each in found] == [
+        [{"where": "row_id < 20", "since_step": 1}],
+        [],
+    ]
+
+
+def test_summary_is_a_text_to_complete(forked: Arena, here: Command) -> None:
+    """It names both runs, what was excluded, the total, and what the provider has to state."""
+    text = here("summary", "b", home=forked.home).stdout
+    for part in (
+        "### Run b",
+        "### Run a",
+        "`row_id < 20` of src.u, in run b from step 1 on",
+        "began with the model of run a at step 10",
+    ):
+        assert part in text
+    assert f"{180 + 10 * 32} rows consumed" in text
+    assert "The audit of the ledger is exact" in text
+    assert text.count("To be stated") >= 6
+
+
+def test_later_exclusion_is_dated(arena: Arena, here: Command) -> None:
+    """Rows that a rewind excludes were trained on before. The text names the step from which they were not."""
+    arena.table(appends=(300,))
+    spec = arena.spec("r", world_size=1, passes=2, every_steps=5)
+    arena.train(spec, until=8)
+    rewind_run(arena.lakehouse, "r", nonce="n", step=5, exclude=["row_id < 30 or name = 'a|b'"])
+    arena.train(spec)
+    arena.monkeypatch.delenv("DLAC_HOME")
+    text = here("summary", "r", home=arena.home).stdout
+    assert "- `row_id < 30 or name = 'a\\|b'` of src.t, in run r from step 6 on" in text
+
+
+def test_tokens_of_packed_legs_are_counted(workshop: Workshop) -> None:
+    """The places in the sequences of all steps, in legs of two batch sizes."""
+    [report] = training_content(workshop.lakehouse, trained(workshop, "packed"))
+    with open_audit(workshop.lakehouse) as connection:
+        legs = connection.execute(
+            "SELECT DISTINCT start_step, per_batch FROM legs WHERE run = 'packed' ORDER BY ALL"
+        ).fetchall()
+    ends = [start for start, _ in legs[1:]] + [report["step"]]
+    places = sum((end - start) * per_batch for (start, per_batch), end in zip(legs, ends, strict=True))
+    assert {per_batch for _, per_batch in legs} == {8, 16}
+    assert [source["tokens"] for source in report["sources"]] == [16 * places] * 2
+
+
+def test_untrained_run_has_no_summary(arena: Arena, here: Command) -> None:
+    """A run that was claimed and has no checkpoint."""
+    arena.table(appends=(300,))
+    arena.train(arena.spec("r", world_size=1), until=2)
+    arena.monkeypatch.delenv("DLAC_HOME")
+    done = here("summary", "r", home=arena.home)
+    assert (done.returncode, done.stdout) == (64, "")
+    assert "expected a checkpoint of run 'r', found none yet" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind"),
+    [
+        (("summary", "b", "--template", "us"), "SpecInvalid"),
+        (("summary", "none"), "NoSuchRun"),
+        (("summary", "b", "--checkpoint", "7777"), "NoSuchCheckpoint"),
+    ],
+)
+def test_wrong_summary_is_refused(forked: Arena, here: Command, arguments: tuple[str, ...], kind: str) -> None:
+    """An unknown template, run or checkpoint."""
+    done = here(*arguments, home=forked.home)
+    assert (done.returncode, done.stdout) == (64, "")
+    assert kind in done.stderr

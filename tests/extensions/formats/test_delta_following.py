@@ -1,0 +1,248 @@
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deltalake import DeltaTable, write_deltalake
+
+from dlac_pipeline.audit.audit import audit_run
+from dlac_pipeline.dagster.sensors.pending_work import due
+from dlac_pipeline.extensions.dataset import open_dataset
+from dlac_pipeline.extensions.upkeep.upkeep import run_upkeep
+from dlac_pipeline.lakehouse.errors import AppendHistoryLost, PinLost, TableReplaced
+from dlac_pipeline.lakehouse.history.changes import History, changes
+from dlac_pipeline.lakehouse.iceberg.pins import remove_pin
+from dlac_pipeline.lakehouse.iceberg.sources import load_version
+from dlac_pipeline.lakehouse.source_names import external_identifier
+from dlac_pipeline.spec.job_spec import JobSpec
+from tests.conftest import Arena, source_rows
+from tests.extensions.formats.delta_tables import live_adds, planned_rows, set_dead_rows
+from tests.object_store import ObjectStore
+
+VECTORS = {"delta.enableDeletionVectors": "true"}
+
+
+@pytest.fixture
+def location(tmp_path: Path) -> Path:
+    """The folder of a Delta table with version 0."""
+    path = tmp_path / "events"
+    write_deltalake(path, source_rows(0, 100), configuration=VECTORS)
+    return path
+
+
+def append(location: Path, start: int, count: int) -> None:
+    """Append rows start .. start+count-1."""
+    write_deltalake(location, source_rows(start, count), mode="append")
+
+
+def spec_of(arena: Arena, run: str, location: Path, **changes: Any) -> JobSpec:
+    """The spec of a run that follows a Delta table with one rank."""
+    following = {"format": "delta", "table": str(location), "follow": "appends", "world_size": 1, "passes": 1}
+    return arena.spec(run, **{**following, **changes})
+
+
+def history(arena: Arena, location: Path, since: int = 0, **options: Any) -> History:
+    """The changes of the table after a version."""
+    table = load_version(arena.lakehouse, external_identifier("delta", str(location)))
+    head = table.current_snapshot()
+    assert head is not None
+    return changes(table, since, head.snapshot_id, **options)
+
+
+def test_resumed_run_trains_appended_versions(arena: Arena, location: Path) -> None:
+    """A run dies, versions are appended and the rest compacted, and every row is trained once, as the audit finds."""
+    spec = spec_of(arena, "follows", location, identity_columns=["row_id"], every_steps=1)
+    arena.train(spec, until=3)
+    append(location, 100, 60)
+    append(location, 160, 40)
+    DeltaTable(location).optimize.compact()
+    append(location, 200, 24)
+    DeltaTable(location).vacuum(dry_run=False)  # keeps what is younger than a week
+    assert "advanced from snapshot 0 to 4" in due(arena.lakehouse, spec).reason
+    arena.train(spec)
+    assert arena.train(spec) == {}
+    rows = [row for step in arena.recorded("follows").values() for row in step]
+    assert sorted(rows) == list(range(224))
+    report = audit_run(arena.lakehouse, "follows")
+    assert report.exact, report.problems
+
+
+@pytest.mark.slow
+def test_later_pass_reads_another_version(arena: Arena, location: Path) -> None:
+    """A version is a setting that a new leg may change, to a later one as to an earlier one."""
+    append(location, 100, 28)
+    for run, first, second in (("later", 0, 1), ("earlier", 1, 0)):
+        settings = {"follow": "pinned", "passes": 2, "every_steps": 1}
+        arena.train(spec_of(arena, run, location, version=first, **settings), until=3)
+        arena.train(spec_of(arena, run, location, version=second, new_leg=True, **settings))
+        rows = Counter(row for step in arena.recorded(run).values() for row in step)
+        assert rows == Counter([*range(100), *range(128)]), run
+        assert audit_run(arena.lakehouse, run).exact
+
+
+@pytest.mark.slow
+def test_audit_of_finished_run_survives_vacuum(arena: Arena, location: Path) -> None:
+    """A finished run releases its version. Files of a version that a run needs are missed."""
+    arena.train(spec_of(arena, "finished", location, follow="pinned"))
+    arena.train(spec_of(arena, "open", location, follow="pinned", batch_size=8, every_steps=1), until=3)
+    DeltaTable(location).delete("row_id < 10")
+    DeltaTable(location).vacuum(retention_hours=0, enforce_retention_duration=False, dry_run=False)
+    reports = [audit_run(arena.lakehouse, run) for run in ("finished", "open")]
+    assert [report.exact for report in reports] == [False, False]
+    spec = spec_of(arena, "open", location, follow="pinned", batch_size=8)
+    remove_pin(arena.lakehouse, spec.source.table, 0, force=True)
+    assert audit_run(arena.lakehouse, "finished").exact
+
+
+@pytest.mark.slow
+def test_deletes_and_vectors_are_followed(arena: Arena, location: Path) -> None:
+    """Rows that died since are known to be gone, by their positions."""
+    load_version(arena.lakehouse, external_identifier("delta", str(location)))
+    [path] = live_adds(location)
+    append(location, 100, 10)
+    set_dead_rows(location, {path: [3, 5]})
+    found = history(arena, location)
+    assert [step.operation for step in found.steps] == ["append", "delete"]
+    assert [len(portion.files) for portion in found.portions] == [1]
+    gone = found.gone(str(location / path))
+    assert gone is not None
+    assert gone.tolist() == [3, 5]
+
+
+@pytest.mark.slow
+def test_changes_without_identity_are_refused(arena: Arena, location: Path) -> None:
+    """A delete that copies rows is an overwrite, as Iceberg sources have it. Identity columns make it a delete."""
+    load_version(arena.lakehouse, external_identifier("delta", str(location)))
+    DeltaTable(location).delete("row_id % 2 = 0")
+    append(location, 100, 10)
+    with pytest.raises(AppendHistoryLost, match="found an overwrite, snapshot 1"):
+        _ = history(arena, location).portions
+    found = history(arena, location, identity_columns=["row_id"])
+    assert [step.operation for step in found.steps] == ["overwrite", "append"]
+    assert len(found.portions) == 1
+
+
+@pytest.mark.slow
+def test_restored_rows_are_an_overwrite(arena: Arena, location: Path) -> None:
+    """A vector that shrinks brings rows back, which no run would read if it were a delete."""
+    [path] = live_adds(location)
+    set_dead_rows(location, {path: [3, 5]})
+    load_version(arena.lakehouse, external_identifier("delta", str(location)))
+    set_dead_rows(location, {path: [5]})
+    assert len(planned_rows(arena.lakehouse, location)) == 99
+    with pytest.raises(AppendHistoryLost, match="found an overwrite"):
+        _ = history(arena, location, since=1).portions
+
+
+@pytest.mark.slow
+def test_gap_in_log_counts_as_one_change(arena: Arena, location: Path) -> None:
+    """Versions whose commits were cleaned up: appends are followed, and a compaction among them is not taken for one."""
+    load_version(arena.lakehouse, external_identifier("delta", str(location)))
+    append(location, 100, 10)
+    append(location, 110, 10)
+    DeltaTable(location).create_checkpoint()
+    for version in (0, 1):
+        (location / "_delta_log" / f"{version:020}.json").unlink()
+    found = history(arena, location)
+    assert [step.snapshot_id for step in found.steps] == [2]
+    assert [len(portion.files) for portion in found.portions] == [2]
+
+
+def test_vacuum_between_save_and_resume_is_named(arena: Arena, location: Path) -> None:
+    """Its files are missed before a row is read, by a dataset and by a run."""
+    settings: dict[str, Any] = {"table": str(location), "format": "delta", "columns": ["row_id"], "batch_size": 8}
+    dataset = open_dataset(home=arena.home, key_groups=4, **settings)
+    next(iter(dataset))
+    state = dataset.state_dict()
+    spec = spec_of(arena, "vacuumed", location, follow="pinned", every_steps=1)
+    arena.train(spec, until=2)
+    DeltaTable(location).delete("row_id < 10")
+    DeltaTable(location).vacuum(retention_hours=0, enforce_retention_duration=False, dry_run=False)
+    with pytest.raises(PinLost, match=r"1 gone.*VACUUM.*start a new run"):
+        open_dataset(home=arena.home, key_groups=4, state=state, **settings)
+    with pytest.raises(PinLost, match="1 gone"):
+        arena.train(spec)
+    assert len(planned_rows(arena.lakehouse, location)) == 90
+
+
+@pytest.mark.slow
+def test_recreated_table_is_another_one(arena: Arena, location: Path) -> None:
+    """A table at the same location with another id is not the planned one. A log of fewer versions is not, either."""
+    spec = spec_of(arena, "first", location, every_steps=1)
+    arena.train(spec, until=2)
+    log = location / "_delta_log"
+    for path in log.glob("*"):
+        path.unlink()
+    log.rmdir()
+    write_deltalake(location, source_rows(0, 64))
+    arena.train(spec_of(arena, "second", location))
+    with pytest.raises(TableReplaced, match="dropped and created again"):
+        arena.train(spec)
+    append(location, 64, 8)
+    assert len(planned_rows(arena.lakehouse, location)) == 72
+    (log / f"{1:020}.json").unlink()
+    with pytest.raises(AppendHistoryLost, match="found versions up to 0"):
+        planned_rows(arena.lakehouse, location)
+
+
+@pytest.mark.slow
+def test_racing_processes_mirror_a_version_once(arena: Arena, location: Path) -> None:
+    """Threads that mirror the same versions at the same time get the same snapshots."""
+    for start in range(100, 140, 10):
+        append(location, start, 10)
+    identifier, failed = external_identifier("delta", str(location)), []
+
+    def mirror(number: int | None) -> None:
+        try:
+            load_version(arena.lakehouse, identifier, number)
+        except Exception as err:
+            failed.append(err)
+
+    for numbers in ((2, 2, 2), (None, None, 1, 1, 0)):
+        threads = [threading.Thread(target=mirror, args=(number,)) for number in numbers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert failed == []
+    table = arena.lakehouse.load(identifier)
+    assert sorted(each.snapshot_id for each in table.snapshots()) == [0, 1, 2, 3, 4]
+    assert [len(planned_rows(arena.lakehouse, location, version)) for version in range(5)] == [100, 110, 120, 130, 140]
+
+
+@pytest.mark.slow
+def test_upkeep_leaves_delta_files_alone(arena: Arena, location: Path) -> None:
+    """Neither upkeep nor the mirror changes a file of the Delta table."""
+    before = {path: path.stat().st_mtime_ns for path in location.rglob("*")}
+    arena.train(spec_of(arena, "kept", location))
+    run_upkeep(arena.lakehouse, keep=1)
+    assert {path: path.stat().st_mtime_ns for path in location.rglob("*")} == before
+
+
+@pytest.mark.slow
+def test_table_in_object_store_is_read(arena: Arena, store: ObjectStore) -> None:
+    """With the settings of the lakehouse's object store, and checked for files that are gone."""
+    options = {"AWS_ENDPOINT_URL": store.url, "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
+    options |= {"AWS_REGION": "us-east-1", "AWS_ALLOW_HTTP": "true", "AWS_S3_ALLOW_UNSAFE_RENAME": "true"}
+    write_deltalake("s3://lake/a b", source_rows(0, 64), storage_options=options, partition_by=["name"])
+    remote = store.lakehouse(arena.home / "remote")
+    dataset = open_dataset(
+        lakehouse=remote, home=arena.home, format="delta", table="s3://lake/a b", columns=["row_id"], batch_size=16
+    )
+    batches = iter(dataset)
+    first = next(batches)["row_id"].tolist()
+    state = dataset.state_dict()
+    again = open_dataset(
+        lakehouse=remote,
+        home=arena.home,
+        format="delta",
+        table="s3://lake/a b",
+        columns=["row_id"],
+        batch_size=16,
+        state=state,
+    )
+    rest = [row for batch in again for row in batch["row_id"].tolist()]
+    assert sorted(first + rest) == list(range(64))

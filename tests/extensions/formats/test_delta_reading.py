@@ -1,0 +1,251 @@
+from __future__ import annotations
+
+import datetime as dt
+import shutil
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from deltalake import DeltaTable, write_deltalake
+
+from dlac_pipeline.lakehouse.errors import UnsupportedSnapshot
+from tests.conftest import Arena
+from tests.extensions.formats.delta_tables import (
+    Rows,
+    change_first_action,
+    commit,
+    live_adds,
+    log_file,
+    newest,
+    planned_rows,
+    query,
+    set_dead_rows,
+)
+
+VECTORS = {"delta.enableDeletionVectors": "true"}
+
+
+def some_rows(start: int, count: int, **more: Any) -> pa.Table:
+    """Rows start .. start+count-1."""
+    ids = range(start, start + count)
+    texts = [None if row % 7 == 0 else f"tëxt {row}" for row in ids]
+    days = [dt.date(2024, 1, 1 + row % 3) for row in ids]
+    columns = {"id": pa.array(ids, pa.int64()), "text": texts, "day": pa.array(days), "score": [row / 3 for row in ids]}
+    return pa.table({**columns, **{name: [value] * count for name, value in more.items()}})
+
+
+def in_order(rows: Rows) -> Rows:
+    """Rows in an order that does not depend on their files."""
+    return sorted(rows, key=repr)
+
+
+def check_all_versions(arena: Arena, location: Path) -> None:
+    """Check that each version is read as DataFusion reads it: in order, and of a copy the newest first."""
+    versions = range(newest(location) + 1)
+    expected = [in_order(query(location, version)) for version in versions]
+    copy = location.with_name("copy")
+    shutil.copytree(location, copy)
+    for place, order in ((location, [*versions, None]), (copy, [None, *reversed(versions)])):
+        for version in order:
+            wanted = expected[-1 if version is None else version]
+            assert in_order(planned_rows(arena.lakehouse, place, version)) == wanted, f"version {version}"
+
+
+@pytest.fixture
+def location(tmp_path: Path) -> Path:
+    """The folder of a Delta table. Its name is one that URLs escape."""
+    return tmp_path / "a table% ü"
+
+
+def test_every_version_reads_exactly(arena: Arena, location: Path) -> None:
+    """Appends, a new column, an update, a merge, deletes of rows and of files, compaction and Z-order."""
+    write_deltalake(location, some_rows(0, 20), partition_by=["day"])
+    write_deltalake(location, some_rows(20, 20), mode="append")
+    write_deltalake(location, some_rows(40, 20, extra=7), mode="append", schema_mode="merge")
+    DeltaTable(location).update({"score": "score + 1000"}, predicate="id % 5 = 0")
+    changed = some_rows(55, 10, extra=9)
+    merge = DeltaTable(location).merge(changed, "t.id = s.id", source_alias="s", target_alias="t")
+    merge.when_matched_update_all().when_not_matched_insert_all().execute()
+    DeltaTable(location).delete("id % 3 = 0")
+    DeltaTable(location).delete("day = '2024-01-02'")
+    DeltaTable(location).optimize.compact()
+    DeltaTable(location).optimize.z_order(["id"])
+    DeltaTable(location).create_checkpoint()
+    write_deltalake(location, some_rows(90, 5, extra=1), mode="append")
+    check_all_versions(arena, location)
+
+
+@pytest.mark.slow
+def test_overwritten_schema_keeps_old_versions(arena: Arena, location: Path) -> None:
+    """A column that has another type, another place or none since, and other partitions."""
+    write_deltalake(location, some_rows(0, 10), partition_by=["day"])
+    other = pa.table({"score": ["high", "low"], "id": [1, 2], "kind": ["a", "b"]})
+    write_deltalake(location, other, mode="overwrite", schema_mode="overwrite", partition_by=["kind"])
+    write_deltalake(location, some_rows(20, 5), mode="overwrite", schema_mode="overwrite", partition_by=[])
+    check_all_versions(arena, location)
+
+
+@pytest.mark.slow
+def test_partition_values_of_all_types(arena: Arena, location: Path) -> None:
+    """Values that paths escape, nulls, an empty text, NaN, dates and times before 1970, decimals and bytes."""
+    count = 6
+    texts = ["a#b?c", "x y%20", "", "é/ü:", "a=b", None]
+    utc = dt.UTC
+    partitions = {
+        "day": pa.array([dt.date(1969, 7, 20), None, dt.date(9999, 12, 31)] * 2),
+        "at": pa.array([dt.datetime(1960, 1, 1, 1, 2, 3, 4, utc), None, dt.datetime(2024, 1, 1, tzinfo=utc)] * 2),
+        "local": pa.array([dt.datetime(2024, 2, 29, 1, 2, 3, 456789)] * count, pa.timestamp("us")),
+        "number": pa.array([0.1, float("inf"), None] * 2),
+        "single": pa.array([0.1, -1.5, None] * 2, pa.float32()),
+        "flag": [True, False, None] * 2,
+        "tiny": pa.array([-1, 127, None] * 2, pa.int8()),
+        "price": pa.array([Decimal("1.10"), Decimal("-3.00"), None] * 2, pa.decimal128(10, 2)),
+        "text": texts,
+    }
+    rows = pa.table({"id": range(count), **partitions})
+    write_deltalake(location, rows, partition_by=list(partitions))
+    found = sorted(planned_rows(arena.lakehouse, location), key=lambda row: row["id"])
+    by_datafusion = sorted(query(location, 0), key=lambda row: row["id"])
+    assert found == [{**row, "text": row["text"] or None} for row in by_datafusion]
+    assert [row["text"] for row in found] == [text or None for text in texts]  # the protocol: an empty text is null
+    by_filter = planned_rows(arena.lakehouse, location, row_filter="text = 'a#b?c' OR number > 1.0")
+    assert sorted(row["id"] for row in by_filter) == [0, 1, 4]
+
+
+@pytest.mark.slow
+def test_nested_and_rare_columns(arena: Arena, location: Path) -> None:
+    """Structs, lists, maps, bytes and times keep their values when a field is added inside a struct."""
+    kind = pa.struct([("a", pa.int32()), ("b", pa.list_(pa.string()))])
+    columns = {
+        "id": pa.array([1, 2], pa.int64()),
+        "nested": pa.array([{"a": 1, "b": ["x", None]}, None], kind),
+        "map": pa.array([[("k", 1.5)], []], pa.map_(pa.string(), pa.float64())),
+        "bytes": pa.array([b"\x00\xff", None], pa.binary()),
+        "short": pa.array([-5, None], pa.int16()),
+        "at": pa.array([dt.datetime(1960, 1, 1, 1, 2, 3, 4), None], pa.timestamp("us", "UTC")),
+        "local": pa.array([dt.datetime(2024, 2, 29, 1, 2, 3, 456789), None], pa.timestamp("us")),
+        "price": pa.array([Decimal("-1.10"), None], pa.decimal128(20, 2)),
+    }
+    write_deltalake(location, pa.table(columns))
+    wider = pa.struct([*kind, ("c", pa.int64())])
+    more = {**columns, "nested": pa.array([{"a": 3, "b": [], "c": 9}, None], wider)}
+    write_deltalake(location, pa.table(more), mode="append", schema_mode="merge")
+    check_all_versions(arena, location)
+
+
+@pytest.mark.parametrize("inline", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_deletion_vectors_hide_rows(arena: Arena, location: Path, inline: bool) -> None:
+    """Vectors that begin, grow, shrink and end, of partitions whose paths are escaped, and a compaction after them."""
+    texts = {"text": "z/q #?%"}
+    write_deltalake(location, some_rows(0, 10, kind="a b"), partition_by=["kind"], configuration=VECTORS)
+    write_deltalake(location, some_rows(10, 10, kind=texts["text"]), mode="append")
+    first, second = live_adds(location)
+    set_dead_rows(location, {first: [0, 4, 9], second: [1]}, inline=inline)
+    set_dead_rows(location, {first: [0, 4, 5, 9]}, inline=inline)
+    set_dead_rows(location, {first: [4], second: list(range(10))}, inline=inline)
+    set_dead_rows(location, {first: [], second: [3]}, inline=inline)
+    write_deltalake(location, some_rows(20, 5, kind="a b"), mode="append")
+    check_all_versions(arena, location)
+    assert len(planned_rows(arena.lakehouse, location, 2)) == 16
+
+
+@pytest.mark.slow
+def test_vector_beyond_first_bitmap_container(arena: Arena, location: Path) -> None:
+    """Positions past 65,536 are in other containers of the bitmap."""
+    rows = pa.table({"id": pa.array(range(200_000), pa.int64())})
+    write_deltalake(location, rows, configuration=VECTORS)
+    [path] = live_adds(location)
+    dead = [0, 65_535, 65_536, 131_072, 199_999, *range(70_000, 72_000)]
+    set_dead_rows(location, {path: dead})
+    found = {row["id"] for row in planned_rows(arena.lakehouse, location)}
+    assert found == set(range(200_000)) - set(dead)
+
+
+@pytest.mark.slow
+def test_field_ids_in_files_are_ignored(arena: Arena, location: Path) -> None:
+    """An Arrow table that was read from Iceberg brings field ids into the files that differ from the table's."""
+    swapped = [pa.field("a", pa.int64(), metadata={"PARQUET:field_id": "2"}), pa.field("b", pa.int64())]
+    swapped[1] = swapped[1].with_metadata({"PARQUET:field_id": "1"})
+    write_deltalake(location, pa.table({"a": [1], "b": [2]}))
+    [path] = live_adds(location)
+    pq.write_table(pa.table([[1], [2]], schema=pa.schema(swapped)), location / path)
+    assert b"PARQUET:field_id" in pq.read_schema(location / path).field("a").metadata
+    assert planned_rows(arena.lakehouse, location) == [{"a": 1, "b": 2}]
+
+
+@pytest.mark.slow
+def test_rows_without_statistics_are_counted(arena: Arena, location: Path) -> None:
+    """Then the number of rows of a file is in its footer only."""
+    write_deltalake(location, some_rows(0, 10), configuration={"delta.dataSkippingNumIndexedCols": "0"})
+    text = log_file(location, 0).read_text()
+    log_file(location, 0).write_text(text.replace('"stats":"', '"notes":"'))
+    check_all_versions(arena, location)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "named"),
+    [
+        ("metaData", {"configuration": {"delta.columnMapping.mode": "name"}}, "columnMapping"),
+        ("protocol", {"minReaderVersion": 3, "readerFeatures": ["futureThing"]}, "futureThing"),
+        ("protocol", {"minReaderVersion": 3, "readerFeatures": ["catalogManaged"]}, "[Cc]atalog-managed"),
+    ],
+)
+def test_features_that_change_rows_are_refused(
+    arena: Arena, location: Path, kind: str, changes: dict[str, Any], named: str
+) -> None:
+    """By their name: column mapping, and all that is not known here."""
+    write_deltalake(location, some_rows(0, 3))
+    features = {"minWriterVersion": 7, "writerFeatures": changes["readerFeatures"]} if kind == "protocol" else {}
+    change_first_action(location, kind, **changes, **features)
+    with pytest.raises(UnsupportedSnapshot, match=named):
+        planned_rows(arena.lakehouse, location, columns=["id"])
+
+
+@pytest.mark.slow
+def test_widened_types_are_refused(arena: Arena, location: Path) -> None:
+    """The feature alone changes nothing. A column whose type was changed is refused."""
+    write_deltalake(location, some_rows(0, 3))
+    widening = {"minReaderVersion": 3, "minWriterVersion": 7, "readerFeatures": ["typeWidening"]}
+    change_first_action(location, "protocol", **widening, writerFeatures=["typeWidening"])
+    assert len(planned_rows(arena.lakehouse, location, columns=["id"])) == 3
+    write_deltalake(location.with_name("other"), some_rows(0, 3))
+    other = location.with_name("other")
+    change = (
+        '{"type":"struct","fields":[{"name":"id","type":"long","nullable":true,"metadata":{"delta.typeChanges":[]}}]}'
+    )
+    change_first_action(other, "protocol", **widening, writerFeatures=["typeWidening"])
+    change_first_action(other, "metaData", schemaString=change)
+    with pytest.raises(UnsupportedSnapshot, match="typeWidening"):
+        planned_rows(arena.lakehouse, other, columns=["id"])
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["../other/a.parquet", "%2e%2e/other/a.parquet", "day=1/%2E./../../a.parquet", "file://{}/../other/a.parquet"],
+)
+def test_path_out_of_table_is_refused(arena: Arena, location: Path, path: str) -> None:
+    """A log that names a file by a path with "..", encoded or not, is refused, and the message names the path."""
+    write_deltalake(location, some_rows(0, 4))
+    add = {**next(iter(live_adds(location).values())), "path": path.format(quote(str(location)))}
+    commit(location, [{"add": add}])
+    with pytest.raises(UnsupportedSnapshot, match=r"without '\.\.' in the log of the Delta table .*\.\..*a\.parquet"):
+        planned_rows(arena.lakehouse, location)
+
+
+@pytest.mark.parametrize("scheme", ["file://", "file:"])
+def test_clone_is_read_and_named(arena: Arena, location: Path, caplog: pytest.LogCaptureFixture, scheme: str) -> None:
+    """Files that a shallow clone names by absolute addresses are read, and planning names such a file once."""
+    origin = location.with_name("origin")
+    write_deltalake(origin, some_rows(0, 4))
+    write_deltalake(location, some_rows(4, 4))
+    (add,) = live_adds(origin).values()
+    commit(location, [{"add": {**add, "path": scheme + quote(f"{origin}/{add['path']}")}}])
+    assert [row["id"] for row in in_order(planned_rows(arena.lakehouse, location))] == list(range(8))
+    named = [record.getMessage() for record in caplog.records if "outside of its folder" in record.getMessage()]
+    assert len(named) == 1
+    assert f"1 of 2 data files of delta:{location} are outside" in named[0]
+    assert add["path"] in named[0]

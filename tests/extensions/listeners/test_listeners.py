@@ -1,0 +1,345 @@
+"""Listeners of real training runs, with the real libraries: a rank is killed, and listeners misbehave."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from dlac_pipeline.extensions.listeners.settings import ListenersSpec
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow
+from dlac_pipeline.spec.job_spec import JobSpec
+from tests.conftest import PROGRAMS, Arena, Launch, wait_until
+from tests.extensions.listeners.listening import Receiver, install_strangers, read_wandb_run, running_receiver, scrape
+from tests.forked import Forked
+from tests.launched_nodes import job, train_together
+from tests.ports import own_port
+
+DAGSTER_RUN = "0f2c8a52-4f6e-4bd2-8ad5-1d2b8c7c4f3e"
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the libraries, which this process imports to read
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listened:
+    """A finished run with listeners, whose rank was killed once."""
+
+    arena: Arena
+    launch: Launch
+    receiver: Receiver
+    folder: Path
+    """Files of MLflow, W&B and the recording listener."""
+
+    @property
+    def recorded(self) -> list[dict[str, Any]]:
+        """Events that the recording listener received."""
+        return [json.loads(line) for line in (self.folder / "events.jsonl").read_text().splitlines()]
+
+
+def with_listeners(spec: JobSpec, **listeners: Any) -> JobSpec:
+    """Return a spec with listeners."""
+    return spec.model_copy(update={"listeners": ListenersSpec.model_validate(listeners)})
+
+
+@pytest.fixture(scope="module")
+def strangers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Let processes find the listeners of another distribution."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("PYTHONPATH", str(install_strangers(tmp_path_factory.mktemp("strangers"))))
+        monkeypatch.syspath_prepend(os.environ["PYTHONPATH"])
+        yield
+
+
+@pytest.fixture(scope="module")
+def listened(campaign: Arena, strangers: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Listened]:
+    """Train with all listeners, and kill a rank after the first checkpoint."""
+    folder = tmp_path_factory.mktemp("listened")
+    chosen = {
+        "openlineage": {"namespace": "training"},
+        "mlflow": {"experiment": "tests"},
+        "wandb": {"project": "tests"},
+        "opentelemetry": {},
+        "records": {"path": str(folder / "events.jsonl")},
+        "raises": {},
+        "slow": {},
+        "hangs": {},
+    }
+    with pytest.MonkeyPatch.context() as monkeypatch, running_receiver() as receiver:
+        monkeypatch.setenv("OPENLINEAGE_URL", receiver.url)
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.url)
+        monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "1000")
+        monkeypatch.setenv("WANDB_DIR", str(folder))
+        monkeypatch.setenv("WANDB_MODE", "offline")
+        monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", (folder / "mlruns").as_uri())
+        spec = with_listeners(campaign.spec("listened", pause_s=0.04), **chosen)
+        launch = campaign.launch(spec, launched_by=DAGSTER_RUN)
+        launch.wait_for("checkpoint", 2)
+        os.kill(launch.ranks()[-1].pid, signal.SIGKILL)
+        assert launch.wait() == 0, launch.stderr
+        yield Listened(arena=campaign, launch=launch, receiver=receiver, folder=folder)
+
+
+def test_listeners_change_no_loss(listened: Listened) -> None:
+    """Listeners raise, are slow and hang. The losses are those of the run without listeners, and the run is finished."""
+    arena, launch = listened.arena, listened.launch
+    assert launch.of("ended")[0]["ending"] == "finished"
+    assert arena.losses("listened") == arena.losses("reference")
+    assert len(arena.rows("listened", ClaimRow)) == 2
+    log = launch.stderr
+    assert log.count("RuntimeError: no room") == 1
+    assert re.search(r"'raises' ended: [1-9]\d* errors, ", log)
+    assert re.search(r"'hangs' did not end in time: 0 errors, .*, [1-9]\d* events left", log)
+
+
+def test_other_listeners_receive_all_events(listened: Listened) -> None:
+    """An entry point receives typed events in order: of two attempts, their checkpoints, the failure and the recovery."""
+    events = listened.recorded
+    kinds = [each["kind"] for each in events if each["kind"] != "ProgressMade"]
+    assert [kind for kind in kinds if kind != "CheckpointCommitted"] == [
+        "AttemptStarted",
+        "AttemptEnded",
+        "AttemptStarted",
+        "RecoveryEnded",
+        "AttemptEnded",
+        "closed",
+    ]
+    first, second = (each for each in events if each["kind"] == "AttemptStarted")
+    (table,) = first["tables"]
+    source = listened.arena.lakehouse.load("src.t").current_snapshot()
+    assert source is not None
+    assert (table["table"], table["snapshot_id"], table["rows"]) == ("src.t", source.snapshot_id, 2000)
+    assert (first["attempt"], first["world_size"], first["parent_run"]) == (1, 2, DAGSTER_RUN)
+    committed = [each for each in events if each["kind"] == "CheckpointCommitted"]
+    lineage = listened.arena.lineage("listened")
+    assert [each["checkpoint_id"] for each in committed] == [each.checkpoint_id for each in lineage]
+    assert second["resumed_from"] in [each.checkpoint_id for each in lineage]
+    assert sum(each["rows_by_table"]["src.t"] for each in committed) == 2 * 2000
+    for each, row in zip(committed, lineage, strict=True):
+        assert row.manifest_uri.startswith(each["location"])
+    ends = [each["ending"] for each in events if each["kind"] == "AttemptEnded"]
+    assert ends == ["failed", "finished"]
+    progress = [each for each in events if each["kind"] == "ProgressMade"]
+    assert progress
+    starts = {each["attempt"]: each["step"] for each in (first, second)}
+    for each in progress:  # a rank may be ahead of the other
+        assert 0 <= each["rows"] - 32 * (each["step"] - starts[each["attempt"]]) <= 64
+
+
+def test_openlineage_follows_client_schema(listened: Listened) -> None:
+    """Each attempt is a run with one start and one end. Inputs have snapshots and row counts, outputs are checkpoints."""
+    events = listened.receiver.read_json("/api/v1/lineage")
+    assert [each["eventType"] for each in events if each["eventType"] != "RUNNING"] == [
+        "START",
+        "FAIL",
+        "START",
+        "COMPLETE",
+    ]
+    assert [rebuild(each) for each in events] == events
+    runs = list(dict.fromkeys(each["run"]["runId"] for each in events))
+    assert len(runs) == 2
+    snapshot = str(listened.recorded[0]["tables"][0]["snapshot_id"])
+    for each in events:
+        assert each["job"] | {"facets": {}} == {"namespace": "training", "name": "listened", "facets": {}}
+        assert each["run"]["facets"]["parent"]["run"]["runId"] == DAGSTER_RUN
+        (table,) = each["inputs"]
+        assert table["facets"]["version"]["datasetVersion"] == snapshot
+        assert table["name"].endswith("/src/t")
+        assert table["facets"]["symlinks"]["identifiers"][0]["name"] == "src.t"
+    assert events[-1]["inputs"][0]["inputFacets"]["inputStatistics"]["rowCount"] < 2 * 2000
+    heads = [each["outputs"][0]["facets"]["version"]["datasetVersion"] for each in events if each["outputs"]]
+    lineage = [each.checkpoint_id for each in listened.arena.lineage("listened")]
+    assert list(dict.fromkeys(heads)) == lineage
+
+
+def rebuild(event: dict[str, Any]) -> dict[str, Any]:
+    """Return an event after the client's classes, generated from its schema, have checked its parts."""
+    from openlineage.client import event_v2, facet_v2
+    from openlineage.client.serde import Serde
+
+    event_v2.set_producer(event["producer"])
+    pending: list[Any] = [facet_v2.BaseFacet]
+    kinds: dict[str, Any] = {}
+    while pending:
+        kind = pending.pop()
+        pending += kind.__subclasses__()
+        if getattr(sys.modules[kind.__module__], kind.__name__) is kind:  # attrs makes two classes, one without slots
+            kinds[kind._get_schema()] = kind
+
+    def facets(found: dict[str, Any]) -> Any:
+        bare = {name: {key: each[key] for key in each if not key.startswith("_")} for name, each in found.items()}
+        return {name: kinds[found[name]["_schemaURL"]](**each) for name, each in bare.items()}
+
+    def dataset(kind: type[Any], found: dict[str, Any]) -> Any:
+        return kind(**{name: facets(each) if name.lower().endswith("facets") else each for name, each in found.items()})
+
+    job = event["job"]
+    rebuilt = event_v2.RunEvent(
+        eventTime=event["eventTime"],
+        producer=event["producer"],
+        run=event_v2.Run(event["run"]["runId"], facets(event["run"]["facets"])),
+        job=event_v2.Job(job["namespace"], job["name"], facets(job["facets"])),
+        eventType=event_v2.RunState(event["eventType"]),
+        inputs=[dataset(event_v2.InputDataset, each) for each in event["inputs"]],
+        outputs=[dataset(event_v2.OutputDataset, each) for each in event["outputs"]],
+    )
+    plain: dict[str, Any] = Serde.to_dict(rebuilt)
+    return plain
+
+
+def test_mlflow_run_spans_recovery(listened: Listened) -> None:
+    """One MLflow run has each step once, with the ledger's loss, and the tags of the last checkpoint."""
+    from mlflow import MlflowClient
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+        client = MlflowClient((listened.folder / "mlruns").as_uri())
+        experiment = client.get_experiment_by_name("tests")
+        assert experiment is not None
+        (run,) = client.search_runs([experiment.experiment_id])
+        history = client.get_metric_history(run.info.run_id, "loss")
+        sampled = client.get_metric_history(run.info.run_id, "progress/loss")
+    losses = listened.arena.losses("listened")
+    assert [(each.step, each.value) for each in history] == list(enumerate(losses, 1))
+    assert sampled
+    assert [each.value for each in sampled] == [losses[each.step - 1] for each in sampled]
+    assert (run.info.status, run.info.run_name) == ("FINISHED", "listened")
+    head = listened.arena.lineage("listened")[-1]
+    assert run.data.tags["dlac.checkpoint_id"] == head.checkpoint_id
+    assert (run.data.tags["dlac.attempt"], run.data.tags["dlac.checkpoint_step"]) == ("2", str(head.step))
+    assert run.inputs is not None
+    (table,) = run.inputs.dataset_inputs
+    assert (table.dataset.name, table.dataset.profile) == ("src.t", '{"num_rows": 2000}')
+    assert "progress/rows_at_risk" in run.data.metrics
+
+
+def test_wandb_files_have_losses(listened: Listened) -> None:
+    """The offline run has each step once, with the ledger's loss, and the last checkpoint."""
+    (path,) = (listened.folder / "wandb").glob("offline-run-*/run-*.wandb")
+    run = read_wandb_run(path)
+    assert run.losses == {step: [loss] for step, loss in enumerate(listened.arena.losses("listened"), 1)}
+    assert run.summary["checkpoint_id"] == listened.arena.head("listened")
+
+
+def test_opentelemetry_has_recovery_spans(listened: Listened) -> None:
+    """A recovery is a span with its phases below it. Gauges have step, loss and rows at risk."""
+    from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+    bodies = listened.receiver.bodies
+    traces = [ExportTraceServiceRequest.FromString(body) for body in bodies["/v1/traces"]]
+    spans = [
+        span for each in traces for resource in each.resource_spans for s in resource.scope_spans for span in s.spans
+    ]
+    (recovery,) = (span for span in spans if span.name == "dlac.recovery")
+    phases = [span for span in spans if span is not recovery]
+    assert {span.parent_span_id for span in phases} == {recovery.span_id}
+    assert {"dlac.recovery.detect", "dlac.recovery.verify", "dlac.recovery.first_step"} <= {
+        each.name for each in phases
+    }
+    assert recovery.start_time_unix_nano == min(span.start_time_unix_nano for span in phases)
+    attributes = {each.key: each.value.string_value for each in recovery.attributes}
+    assert "SIGKILL" in attributes["dlac.cause"]
+    metrics = [ExportMetricsServiceRequest.FromString(body) for body in bodies["/v1/metrics"]]
+    names = {
+        metric.name
+        for each in metrics
+        for resource in each.resource_metrics
+        for scope in resource.scope_metrics
+        for metric in scope.metrics
+    }
+    assert names == {"dlac.step", "dlac.loss", "dlac.loss_step", "dlac.rows_at_risk", "dlac.rows_per_s"}
+
+
+@pytest.mark.soak
+def test_prometheus_serves_running_train(campaign: Arena) -> None:
+    """`dlac train` serves its gauges on loopback only, and the port is free after the end."""
+    port = own_port()
+    spec = with_listeners(campaign.spec("scraped", pause_s=0.02), prometheus={"port": port})
+    file = campaign.home / "scraped.yaml"
+    file.write_text(yaml.safe_dump(spec.model_dump(mode="json")))
+    command = [str(Path(sys.executable).with_name("dlac")), "train", str(file), "--home", str(campaign.home)]
+    with Forked(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        wait_until(lambda: 'dlac_checkpoint_step{run="scraped"}' in scrape(port), what="a scraped checkpoint")
+        text = scrape(port)
+        listening = {each.laddr[0] for each in psutil.net_connections("tcp") if each.laddr and each.laddr[1] == port}
+        output = process.communicate()[0]
+    assert process.returncode == 0, output
+    for name in ("dlac_step", "dlac_loss", "dlac_rows_at_risk", "dlac_rows_per_s", "dlac_checkpoints_total"):
+        assert re.search(rf'^{name}{{run="scraped"}} [0-9.e+-]+$', text, re.MULTILINE), text
+    assert 'dlac_rows_committed_total{run="scraped",table="src.t"}' in text
+    assert listening == {"127.0.0.1"}
+    assert scrape(port) == ""
+    assert campaign.losses("scraped") == campaign.losses("reference")
+
+
+@pytest.mark.slow
+def test_held_interpreter_does_not_stop_training(campaign: Arena, strangers: None) -> None:
+    """A listener hangs in C, so that its process does nothing more. It is killed at the end of the run."""
+    spec = with_listeners(campaign.spec("held", passes=1, every_steps=20), holds_lock={})
+    launch = campaign.launch(spec)
+    assert launch.wait() == 0, launch.stderr
+    assert launch.of("ended")[0]["ending"] == "finished"
+    assert "the listeners of run 'held' did not end in time, and are killed" in launch.stderr
+    assert campaign.losses("held")[:62] == campaign.losses("reference")[:62]
+
+
+def test_missing_listener_ends_launch(campaign: Arena) -> None:
+    """The error comes before an attempt, and names the listener."""
+    launch = campaign.launch(with_listeners(campaign.spec("misspelled"), promteheus={}))
+    assert launch.wait() == 64
+    assert "did you mean 'prometheus'?" in launch.of("error")[0]["message"]
+    assert campaign.rows("misspelled") == []
+
+
+@pytest.mark.soak
+def test_torchrun_emits_same_events(campaign: Arena, strangers: None, tmp_path: Path) -> None:
+    """Without a supervisor rank 0 passes on its events, and its death ends the attempt as lost."""
+    file, events = tmp_path / "job.yaml", tmp_path / "events.jsonl"
+    spec = with_listeners(campaign.spec("by-torchrun", passes=1, pause_s=0.02), records={"path": str(events)})
+    file.write_text(yaml.safe_dump(spec.model_dump(mode="json")))
+    environment = {**os.environ, "JOB_SPEC": str(file), "DLAC_HOME": str(campaign.home), "OMP_NUM_THREADS": "1"}
+    torchrun = [str(Path(sys.executable).with_name("torchrun")), "--nnodes=1", "--nproc-per-node=2"]
+    options = ["--rdzv-backend=dlac", f"--rdzv-id={spec.run}", str(PROGRAMS / "train_tiny.py")]
+    with subprocess.Popen([*torchrun, *options], env=environment, stderr=subprocess.PIPE) as process:
+        _, errors = process.communicate()
+    assert process.returncode == 0, errors
+    wait_until(lambda: '"closed"' in events.read_text(), what="the end of the listeners")
+    found = [json.loads(line) for line in events.read_text().splitlines()]
+    kinds = [each["kind"] for each in found]
+    assert {"AttemptStarted", "ProgressMade", "CheckpointCommitted", "AttemptEnded"} <= set(kinds)
+    assert found[kinds.index("AttemptEnded")]["ending"] == "finished"
+    losses = [loss for each in found if each["kind"] == "CheckpointCommitted" for loss in each["losses"]]
+    assert losses == campaign.losses("by-torchrun")
+    assert time.time() > found[0]["at"]
+
+
+@pytest.mark.soak
+def test_leading_node_alone_emits(campaign: Arena, strangers: None, tmp_path: Path) -> None:
+    """Two nodes train, and the leader is killed. Each attempt and each checkpoint is reported once, by the node that leads."""
+    events = tmp_path / "events.jsonl"
+    spec = with_listeners(job(campaign, "on-two-nodes"), records={"path": str(events)})
+    leader, other = train_together(campaign, spec)
+    leader.destroy()
+    assert other.wait() == 0, other.stderr
+    found = [json.loads(line) for line in events.read_text().splitlines()]
+    started = [each["attempt"] for each in found if each["kind"] == "AttemptStarted"]
+    assert started == [row.attempt for row in campaign.rows(spec.run, ClaimRow)]
+    committed = [each["checkpoint_id"] for each in found if each["kind"] == "CheckpointCommitted"]
+    assert len(committed) == len(set(committed))
+    assert set(committed) <= {row.checkpoint_id for row in campaign.rows(spec.run, CheckpointRow)}
+    nodes = [each["nodes"] for each in found if each["kind"] == "AttemptStarted"]
+    assert nodes[-2:] == [2, 1]
+    ends = [each["ending"] for each in found if each["kind"] == "AttemptEnded"]
+    assert ends[-2:] == ["lost", "finished"]

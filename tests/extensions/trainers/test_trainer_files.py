@@ -1,0 +1,430 @@
+"""Files of other trainers as checkpoints: commits, resumes, and refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+import dlac_pipeline as dlac
+from dlac_pipeline.checkpoint.engines import TrainerFiles
+from dlac_pipeline.extensions.trainers import torchtitan as titan
+from dlac_pipeline.lakehouse.errors import Fenced, ResumeMismatch, ScriptInvalid, SpecInvalid
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
+from tests.programs.train_titan import TitanLike
+
+if TYPE_CHECKING:
+    from dlac_pipeline.train.training_run import TrainingRun
+    from tests.conftest import Arena
+
+transformers: Any = pytest.importorskip("transformers")
+_TRAINERS = Path(__file__).parents[3] / "examples" / "trainers"
+_STEPS = 125
+POINTS: dict[str, Any] = {
+    "table": "src.points",
+    "columns": ["x", "y"],
+    "batch_size": 160,
+    "passes": 1,
+    "every_steps": 5,
+}
+
+
+@contextmanager
+def opened_run(arena: Arena, name: str = "r", *, takeover: bool = False, **changes: Any) -> Iterator[TrainingRun]:
+    """Open a run of one rank in this process."""
+    spec = arena.spec(name, **{"every_steps": 20, **changes})
+    with arena.training_run(spec, takeover=takeover) as run:
+        yield run
+
+
+def make_points(arena: Arena, table: str = "src.points", *, count: int = 3_200) -> None:
+    """Make a table of points."""
+    x = np.linspace(0, 1, count, dtype=np.float32)
+    points = pa.table({"x": x, "y": 3 * x})
+    arena.lakehouse.create_namespace(table.partition(".")[0])
+    arena.lakehouse.catalog.create_table(table, points.schema).append(points)
+
+
+class DyingTitan(TitanLike):
+    """A trainer whose process dies before the end of a step."""
+
+    def __init__(self, run: TrainingRun, dies_at: int) -> None:
+        super().__init__(run)
+        self.dies_at = dies_at
+
+    def train_step(self, batches: Iterator[Any]) -> None:
+        """Train a step, or die."""
+        if self.step == self.dies_at:
+            raise KeyboardInterrupt
+        super().train_step(batches)
+
+
+class Counter:
+    """A trainer whose state is the number of its steps, in two files."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def save(self, folder: Path) -> None:
+        """Write the files."""
+        (folder / "part").mkdir(parents=True)
+        (folder / "part" / "steps.json").write_text(json.dumps(self.steps))
+        (folder / "large.bin").write_bytes(bytes(range(256)) * 50_000)
+
+    def load(self, folder: Path) -> None:
+        """Read them."""
+        assert (folder / "large.bin").stat().st_size == 256 * 50_000
+        self.steps = json.loads((folder / "part" / "steps.json").read_text())
+
+    def train(self, run: TrainingRun, *, until: int | None = None) -> None:
+        """Train to the end, or fail before a step."""
+        files = TrainerFiles(self.save, self.load)
+        run.restore(files)
+        assert (files.folder is None) == (run.step == 0)
+        for batch in run.batches():
+            if batch.step == until:
+                run.settle()
+                raise RuntimeError("crash")
+            self.steps += 1
+            run.step_done(batch.mean(batch["x"].sum(-1)))
+
+
+@pytest.mark.parametrize(("mode", "places"), [("synchronous", ()), ("asynchronous", ("store", "local"))])
+def test_files_are_resumed_from(arena: Arena, mode: str, places: tuple[str, ...]) -> None:
+    """They come back from the store if the node has lost its copy. The steps count once."""
+    arena.table()
+    changes: dict[str, Any] = {"mode": mode, "passes": 1, **{name: str(arena.home / name) for name in places}}
+    with pytest.raises(RuntimeError, match="crash"), opened_run(arena, **changes) as run:
+        Counter().train(run, until=50)
+    if places:
+        for path in (arena.home / "local" / "r").rglob("large.bin"):
+            path.unlink()
+    trainer = Counter()
+    with opened_run(arena, **changes) as run:
+        assert run.step == 40
+        trainer.train(run)
+    assert trainer.steps == 63
+    assert [row.step for row in arena.lineage("r")] == [20, 40, 60, 63]
+
+
+def test_failed_save_commits_nothing(arena: Arena) -> None:
+    """An error of the trainer's file system ends the rank, and no vote follows."""
+    arena.table()
+
+    def save(folder: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    trainer = Counter()
+    trainer.save = save  # type: ignore[method-assign]  # a full disk
+    with pytest.raises(RuntimeError, match="No space left"), opened_run(arena) as run:
+        trainer.train(run)
+    assert not arena.rows("r", CheckpointRow)
+
+
+def test_loader_state_must_be_ledgers(arena: Arena) -> None:
+    """A state of another step, plan or run is refused. The current one is accepted and moves nothing."""
+    arena.table()
+    with opened_run(arena) as run:
+        loader = run.loader(micro_batches=4)
+        assert (len(loader), loader.batch_size) == (_STEPS * 4, 8)
+        state = loader.state_dict()
+        loader.load_state_dict(json.loads(json.dumps(state)))
+        for name, value in (("step", 20), ("run", "other"), ("plans", []), ("leg", 3)):
+            with pytest.raises(ResumeMismatch, match=name):
+                loader.load_state_dict({**state, name: value})
+        with pytest.raises(SpecInvalid, match="divides the 32 samples"):
+            run.loader(micro_batches=5)
+
+
+def test_loader_cuts_batches(arena: Arena) -> None:
+    """The parts of a batch are its samples in order. The next batch needs the end of the step."""
+    arena.table()
+    with opened_run(arena) as run:
+        run.restore(TrainerFiles(Counter().save))
+        parts = iter(run.loader(lambda batch: [batch["row_id"], {"n": 1}], micro_batches=4))
+        first = [next(parts) for _ in range(4)]
+        assert all(len(rows) == 8 and facts == {"n": 1} for rows, facts in first)
+        assert len(set(torch.cat([rows for rows, _ in first]).tolist())) == 32
+        with pytest.raises(ScriptInvalid, match="step_done"):
+            next(parts)
+
+
+class Network(torch.nn.Module):
+    """A model for the Hugging Face Trainer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the loss."""
+        return {"loss": self.layer(x).square().mean()}
+
+
+def train_huggingface(run: TrainingRun, home: Path, *callbacks: Any, **arguments: Any) -> str | None:
+    """Train with a Hugging Face Trainer, and return the folder from which it resumed."""
+    from dlac_pipeline.extensions.trainers.huggingface import attach
+
+    defaults: dict[str, Any] = {
+        "output_dir": str(home / "out"),
+        "max_steps": run.total_steps,
+        "use_cpu": True,
+        "report_to": [],
+        "disable_tqdm": True,
+        "save_steps": 1000,
+    }
+    args = transformers.TrainingArguments(**{**defaults, **arguments})
+    trainer = transformers.Trainer(model=Network(), args=args, callbacks=list(callbacks))
+    folder = attach(trainer, run, lambda batch: {"x": batch["x"].to(torch.float32)})
+    trainer.train(resume_from_checkpoint=folder)
+    return folder
+
+
+def test_uncommitted_save_is_not_resumed(arena: Arena) -> None:
+    """The process dies between the Trainer's save and the commit. The Trainer's folder is newer, and is not used."""
+    arena.table()
+    taken = dlac.TrainingRun.checkpoint
+
+    def die_at_40(run: TrainingRun) -> None:
+        if run.step == 40:
+            raise RuntimeError("crash")
+        taken(run)
+
+    arena.monkeypatch.setattr(dlac.TrainingRun, "checkpoint", die_at_40)
+    with pytest.raises(RuntimeError, match="crash"), opened_run(arena) as run:
+        train_huggingface(run, arena.home)
+    assert (arena.home / "out" / "checkpoint-40" / "trainer_state.json").exists()
+    arena.monkeypatch.setattr(dlac.TrainingRun, "checkpoint", taken)
+    with opened_run(arena) as run:
+        assert run.step == 20
+        folder = train_huggingface(run, arena.home)
+    assert folder is not None
+    assert "step-000000020" in folder
+    assert len(arena.losses("r")) == _STEPS
+
+
+@pytest.mark.slow
+def test_second_process_fences_trainer(arena: Arena) -> None:
+    """The Trainer of the first process trains until its next save, which is refused."""
+    arena.table()
+
+    class Intruder(transformers.TrainerCallback):  # type: ignore[misc]  # found at run time only
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 30:
+                with opened_run(arena, takeover=True):
+                    pass
+
+    with pytest.raises(Fenced), opened_run(arena) as run:
+        train_huggingface(run, arena.home, Intruder())
+    assert [row.step for row in arena.rows("r", CheckpointRow)] == [20]
+
+
+@pytest.mark.slow
+def test_early_stop_commits_last_step(arena: Arena) -> None:
+    """Another callback stops the Trainer. Its last step is saved and committed, and the run is not finished."""
+    arena.table()
+
+    class Stop(transformers.TrainerCallback):  # type: ignore[misc]  # found at run time only
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_training_stop = state.global_step == 33
+
+    with opened_run(arena) as run:
+        train_huggingface(run, arena.home, Stop())
+    assert [row.step for row in arena.lineage("r")] == [20, 33]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"save_only_model": True}, "save_only_model=False"),
+        ({"max_steps": -1, "num_train_epochs": 3}, "max_steps=125"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size=False"),
+    ],
+)
+def test_inexact_arguments_are_refused(arena: Arena, arguments: dict[str, Any], message: str) -> None:
+    """Settings with which the Trainer could not resume exactly are named."""
+    arena.table()
+    with opened_run(arena) as run, pytest.raises(SpecInvalid, match=message):
+        train_huggingface(run, arena.home, **arguments)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*is deprecated:FutureWarning")
+def test_torchtitan_protocol_resumes_exactly(arena: Arena) -> None:
+    """A trainer with torchtitan's interfaces dies between two checkpoints, and has the losses of an undisturbed run."""
+    make_points(arena)
+    for name, dies_at in (("killed", 12), ("killed", 0), ("alone", 0)):
+        with suppress(KeyboardInterrupt), opened_run(arena, name, **POINTS) as run:
+            trainer = DyingTitan(run, dies_at)
+            titan.attach_run(trainer, run)
+            trainer.train()
+    assert len(arena.losses("killed")) == 20
+    assert arena.losses("killed") == arena.losses("alone")
+    assert (arena.lineage("killed")[1].step, arena.lineage("killed")[-1].step) == (10, 20)
+
+
+def test_torchtitan_needs_one_batch_per_rank(arena: Arena) -> None:
+    """Ranks that share a batch, and a local batch size that does not divide it, are refused."""
+    make_points(arena)
+    with opened_run(arena, **POINTS) as run:
+        loader = titan.RunDataLoader(run, lambda batch: ({}, batch["y"]))
+        with pytest.raises(SpecInvalid, match="found 0 of 2"):
+            loader.build(dp_world_size=2, dp_rank=0, local_batch_size=40)
+        with pytest.raises(SpecInvalid, match="found 30"):
+            loader.build(dp_world_size=1, dp_rank=0, local_batch_size=30)
+
+
+@pytest.mark.filterwarnings("default")
+def test_inexact_lightning_models_are_refused(arena: Arena) -> None:
+    """Lightning cannot tell the steps of a model that optimizes manually, nor of a run of unknown length."""
+    pytest.importorskip("lightning")
+    from lightning.pytorch import LightningModule
+
+    from dlac_pipeline.extensions.trainers.lightning import DlacCheckpoint
+
+    make_points(arena)
+    model = LightningModule()
+    with opened_run(arena, **POINTS) as run:
+        checkpoint = DlacCheckpoint(run, model)
+        checkpoint.setup(None, model, "fit")
+        with pytest.raises(ResumeMismatch, match="found it at step 7"):
+            checkpoint.on_train_start(SimpleNamespace(global_step=7), model)
+        model.automatic_optimization = False
+        with pytest.raises(SpecInvalid, match="manual"):
+            checkpoint.setup(None, model, "fit")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+def test_lightning_validation_changes_no_loss(arena: Arena) -> None:
+    """Validation after the step of a checkpoint draws random numbers, before a crash as in an undisturbed run."""
+    pytest.importorskip("lightning")
+    from lightning.pytorch import LightningModule, Trainer
+    from torch.utils.data import DataLoader
+
+    from dlac_pipeline.extensions.trainers.lightning import DlacCheckpoint, DlacDataModule
+
+    class Network(LightningModule):  # type: ignore[misc]  # lightning is not analyzed
+        def __init__(self, dies_at: int) -> None:
+            super().__init__()
+            self.dies_at = dies_at
+            self.layers = torch.nn.Sequential(torch.nn.Linear(1, 16), torch.nn.Dropout(0.3), torch.nn.Linear(16, 1))
+
+        def training_step(self, batch: dict[str, torch.Tensor], index: int) -> torch.Tensor:
+            if self.trainer.global_step == self.dies_at:
+                raise RuntimeError("crash")
+            return torch.nn.functional.mse_loss(self.layers(batch["x"][:, None])[:, 0], batch["y"])
+
+        def validation_step(self, batch: torch.Tensor, index: int) -> None:
+            torch.rand(len(batch))
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.Adam(self.parameters(), lr=0.01)
+
+    make_points(arena)
+    for name, dies_at in (("killed", 12), ("killed", 0), ("alone", 0)):
+        with suppress(RuntimeError), opened_run(arena, name, **POINTS) as run:
+            model = Network(dies_at or -1)
+            data = DlacDataModule(run, lambda batch: {"x": batch["x"], "y": batch["y"]})
+            data.val_dataloader = lambda: DataLoader(range(8), batch_size=4, shuffle=True)  # type: ignore[arg-type]
+            checkpoints = DlacCheckpoint(run, model)
+            trainer = Trainer(
+                accelerator="cpu",
+                max_steps=run.total_steps or -1,
+                val_check_interval=5,
+                callbacks=[checkpoints],
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                logger=False,
+            )
+            trainer.fit(model, datamodule=data, ckpt_path=checkpoints.path)
+    assert len(arena.losses("killed")) == 20
+    assert arena.losses("killed") == arena.losses("alone")
+    assert {row.attempt for row in arena.lineage("killed")} == {1, 2}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("stops_at", [9, 8])
+def test_lightning_stops_at_checkpoint_step(arena: Arena, stops_at: int) -> None:
+    """A stop request that arrives in a step whose checkpoint is due ends Lightning's loop after that step, as any other does."""
+    pytest.importorskip("lightning")
+    from lightning.pytorch import LightningModule, Trainer
+
+    from dlac_pipeline.extensions.trainers.lightning import DlacCheckpoint, DlacDataModule
+
+    class Network(LightningModule):  # type: ignore[misc]  # lightning is not analyzed
+        def __init__(self, stops_at: int) -> None:
+            super().__init__()
+            self.stops_at = stops_at
+            self.layer = torch.nn.Linear(1, 1)
+
+        def training_step(self, batch: dict[str, torch.Tensor], index: int) -> torch.Tensor:
+            if self.trainer.global_step == self.stops_at:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return torch.nn.functional.mse_loss(self.layer(batch["x"][:, None])[:, 0], batch["y"])
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.Adam(self.parameters(), lr=0.01)
+
+    make_points(arena)
+    for name, signal_at in (("stopped", stops_at), ("stopped", -1), ("alone", -1)):
+        with opened_run(arena, name, **POINTS) as run:
+            model = Network(signal_at)
+            data = DlacDataModule(run, lambda batch: {"x": batch["x"], "y": batch["y"]})
+            checkpoints = DlacCheckpoint(run, model)
+            Trainer(
+                accelerator="cpu",
+                max_steps=run.total_steps or -1,
+                callbacks=[checkpoints],
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                logger=False,
+            ).fit(model, datamodule=data, ckpt_path=checkpoints.path)
+            assert run.step == (20 if signal_at == -1 else 10)
+            assert not list(run.batches())
+    assert arena.losses("stopped") == arena.losses("alone")
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("script", ["train_accelerate.py", pytest.param("train_lightning.py", marks=pytest.mark.slow)])
+def test_example_resumes_after_crash(arena: Arena, script: str) -> None:
+    """A script raises in a step and is run again in this process, and has the losses of an undisturbed run."""
+    make_points(arena, "demo.points", count=19_877)
+    arena.monkeypatch.setenv("DLAC_HOME", str(arena.home))
+    for name, dies_at in (("killed", 50), ("killed", 0), ("alone", 0)):
+        run_example(arena, script, name, dies_at=dies_at)
+    assert len(arena.losses("killed")) == 125
+    assert arena.losses("killed") == arena.losses("alone")
+    assert {row.attempt for row in arena.lineage("killed")} == {1, 2}
+
+
+def run_example(arena: Arena, script: str, name: str, *, dies_at: int) -> None:
+    """Run an example script without its pauses, up to the pause of a step if `dies_at` is one."""
+    job = (_TRAINERS / "job.toml").read_text().replace('run = "points"', f'run = "{name}"')
+    (arena.home / "job.toml").write_text(job)
+    sleep, pauses = time.sleep, iter(range(1, 1_000))
+
+    def pause(seconds: float) -> None:
+        """Do not sleep if the script asks for it."""
+        if seconds not in (0.03, 0.015):
+            sleep(seconds)
+        elif next(pauses) == dies_at / (seconds / 0.03):
+            raise RuntimeError("crash")
+
+    with arena.monkeypatch.context() as patched, suppress(RuntimeError):
+        patched.chdir(arena.home)
+        patched.setattr(time, "sleep", pause)
+        runpy.run_path(str(_TRAINERS / script))
