@@ -35,6 +35,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "every_steps", "after"),
     [

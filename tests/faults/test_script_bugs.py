@@ -72,6 +72,7 @@ def test_secret_of_ranks_stays_in_them(campaign: Arena) -> None:
     assert {folder.stat().st_mode & 0o777 for folder in folders} == {0o700}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", ["memory", pytest.param("memory_error", marks=pytest.mark.slow)])
 def test_failed_allocation_ends_run_at_once(campaign: Arena, bug: str) -> None:
     """Another attempt would need the same memory. The error states this, and names a remedy."""

@@ -60,6 +60,7 @@ def run(folder: Path, *command: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(list(map(str, command)), cwd=folder, env=environment, capture_output=True, text=True)  # noqa: PLW1510
 
 
+@pytest.mark.slow
 def test_wheel_has_one_package(wheel: Path) -> None:
     """The wheel has each tracked file of `dlac_pipeline`, and metadata."""
     with zipfile.ZipFile(wheel) as archive:
@@ -94,6 +95,7 @@ def test_quickstart_stays_short() -> None:
     assert files["make_points.py"].count("\n") < 20
 
 
+@pytest.mark.slow
 def test_wheel_hides_no_module(fresh: Path, tmp_path: Path) -> None:
     """The installed package is found, and the folders of this repository's own project are not."""
     found = "map(importlib.util.find_spec, ('catalog', 'assets', 'jobs'))"
@@ -103,6 +105,7 @@ def test_wheel_hides_no_module(fresh: Path, tmp_path: Path) -> None:
     assert shown[1:] == ["None"] * 3
 
 
+@pytest.mark.slow
 def test_registered_module_has_components() -> None:
     """The entry point by which `dg` finds components names a module that has ours."""
     [found] = [each for each in entry_points(group="dagster_dg_cli.registry_modules") if each.name == "dlac_pipeline"]

@@ -226,6 +226,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_deepspeed_restores_buffers_of_ranks(tmp_path: Path) -> None:
     """DeepSpeed saves those of the first rank, and makes none equal."""
     program = tmp_path / "program.py"
@@ -283,6 +284,7 @@ def sharded(tmp_path: Path) -> Iterator[torch.nn.Module]:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_evaluated_model_is_sharded_again(tmp_path: Path, sharded: torch.nn.Module) -> None:
     """After an evaluation FSDP2 leaves whole parameters in the outermost module. They are no reason for another engine."""
     optimizer = torch.optim.SGD(sharded.parameters(), momentum=0.9)

@@ -197,6 +197,7 @@ def test_members_read_own_part(start: Callable[..., NodeHeartbeat], store: TCPSt
     assert plan_of(heir).nodes == 2
 
 
+@pytest.mark.slow
 def test_lost_part_is_read_from_plan(start: Callable[..., NodeHeartbeat], store: TCPStore) -> None:
     """A member whose part of the plan a stranger deletes reads the whole plan."""
     settings = launch("2", timeout_s=3600)
@@ -312,6 +313,7 @@ def test_other_job_is_refused(start: Callable[..., NodeHeartbeat]) -> None:
     assert is_refused(beats[1])  # which did not take the lease that was given back
 
 
+@pytest.mark.slow
 def test_all_nodes_read_refusal() -> None:
     """The leader serves the store until the refused node has read the refusal."""
     port = own_port()
@@ -334,6 +336,7 @@ def test_all_nodes_read_refusal() -> None:
         assert ["found another one" in each.result(60) for each in (first, second)] == [True, True]
 
 
+@pytest.mark.slow
 def test_late_node_of_other_job_is_refused(start: Callable[..., NodeHeartbeat]) -> None:
     """A node that joins late with another job is refused, and does not end the round that trains."""
     leader = start(launch("1:2"))
@@ -346,6 +349,7 @@ def test_late_node_of_other_job_is_refused(start: Callable[..., NodeHeartbeat]) 
     assert not leader.leadership.could_grow
 
 
+@pytest.mark.slow
 def test_offer_of_dead_node_is_ignored(start: Callable[..., NodeHeartbeat]) -> None:
     """The offer of a node that died while it waited neither joins the next round nor refuses another job."""
     dead = start(launch("2", timeout_s=3))

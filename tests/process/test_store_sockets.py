@@ -127,6 +127,7 @@ def test_stranger_writes_are_ignored(tmp_path: Path) -> None:
     assert not (tmp_path / "struck").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["before the round", pytest.param("in the round", marks=pytest.mark.soak)])
 def test_earlier_store_is_no_news(when: str) -> None:
     """A stranger replays messages of nodes from an earlier store with the same key. They change nothing."""
