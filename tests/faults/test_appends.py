@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dlac_pipeline.audit.audit import audit_run
 from tests.integration.test_legs import append, rewrite
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def test_appends_outlive_compaction_and_kill(arena: Arena) -> None:
     """One rank trains the first rows. Two ranks train what comes next, and one of them dies. Each row is consumed once."""
     arena.table(appends=(160, 160), row_group_rows=20)
-    changes = {"follow": "appends", "identity_columns": ["row_id"], "passes": 1, "every_steps": 3}
+    changes: dict[str, Any] = {"follow": "appends", "identity_columns": ["row_id"], "passes": 1, "every_steps": 3}
     launch = arena.launch(arena.spec("r", world_size=1, **changes))
     assert launch.wait() == 0, launch.stderr
     append(arena, 320, 160)
