@@ -97,7 +97,7 @@ class _Growth:
         self._attempts = [Attempt(run=f"run-{number}", number=1, nonce="n") for number in range(_RUNS)]
         self._parents: dict[str, str | None] = {}
         for attempt in self._attempts:
-            claim(self.ledger, attempt.run, nonce="n", replaces=0, detail={})
+            claim(self.ledger, attempt.run, nonce="n", replaces=0)
         self._step, started = 0, time.monotonic()
         for done in range(1, self.commits + 1):
             self._commit()

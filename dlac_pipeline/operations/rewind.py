@@ -70,10 +70,10 @@ def rewind_run(
     wanted = _exclusions(leg, exclude, source)
     check_branch(Plans(lakehouse), leg, wanted, spec, begins=target is None)
     # at the beginning the next launch needs these pins, and no checkpoint names them
-    detail = {"host": socket.gethostname(), **(planned(leg) if target is None else {})}
+    facts = {"host": socket.gethostname(), **(planned(leg) if target is None else {})}
     if target is not None:
         check_files(target, files)
-    done = commit_rewind(ledger, run, nonce=nonce, checkpoint_id=target_id, exclude=wanted, why=why, detail=detail)
+    done = commit_rewind(ledger, run, nonce=nonce, checkpoint_id=target_id, exclude=wanted, why=why, facts=facts)
     report_command(spec, {"event": WENT_BACK, "attempts": [done.attempt]})
     return replace(done, **seen_before(lakehouse, run, rows, done.checkpoint_id, wanted, (leg, spec)))
 
@@ -90,7 +90,7 @@ def _check_store_files(ledger: Ledger, run: str, spec: JobSpec | None) -> StoreF
 
 def _report_again(ledger: Ledger, rows: list[LedgerRow], landed: RewindRow, spec: JobSpec | None) -> Rewound:
     run = landed.run
-    done = commit_rewind(ledger, run, nonce=landed.nonce, checkpoint_id=None, detail={})
+    done = commit_rewind(ledger, run, nonce=landed.nonce, checkpoint_id=None)
     wanted = tuple(landed.exclude)
     leg = _leg_of(run, rows, done.checkpoint_id)
     return replace(done, **seen_before(ledger.lakehouse, run, rows, done.checkpoint_id, wanted, (leg, spec)))

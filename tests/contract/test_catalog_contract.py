@@ -102,9 +102,9 @@ def test_one_racing_claim_wins(lakehouse: Lakehouse) -> None:
 
     def claims(number: int) -> bool:
         ledger = Ledger(connect(lakehouse.config))
-        claim(ledger, f"own-{number}", nonce="n", replaces=0, detail={})
+        claim(ledger, f"own-{number}", nonce="n", replaces=0)
         try:
-            claim(ledger, "wanted", nonce=f"n{number}", replaces=0, detail={})
+            claim(ledger, "wanted", nonce=f"n{number}", replaces=0)
         except SteppedAside:
             return False
         return True
@@ -119,10 +119,10 @@ def test_one_racing_claim_wins(lakehouse: Lakehouse) -> None:
 
 def test_stale_append_is_refused(lakehouse: Lakehouse) -> None:
     """Two writers read one state: the second is refused, and the refusal deletes nothing."""
-    claim(Ledger(lakehouse), "r", nonce="n1", replaces=0, detail={})
+    claim(Ledger(lakehouse), "r", nonce="n1", replaces=0)
     stale = lakehouse.own("consumption")
     rows = stale.scan().to_arrow()
-    claim(Ledger(lakehouse), "other", nonce="n1", replaces=0, detail={})
+    claim(Ledger(lakehouse), "other", nonce="n1", replaces=0)
     with pytest.raises(CommitConflict, match="did not land"):
         stale.append(rows)
     read_all(lakehouse)
@@ -131,7 +131,7 @@ def test_stale_append_is_refused(lakehouse: Lakehouse) -> None:
 @pytest.mark.parametrize("fault", [replayed, unanswered])
 def test_lost_answer_is_resolved(lakehouse: Lakehouse, monkeypatch: pytest.MonkeyPatch, fault: Any) -> None:
     """A commit whose answer is lost, or whose request is repeated, is in the ledger once and can be read."""
-    claim(Ledger(lakehouse), "r", nonce="n1", replaces=0, detail={})
+    claim(Ledger(lakehouse), "r", nonce="n1", replaces=0)
     owner = committing_class(lakehouse)
     real, calls = owner.commit_table, 0
 
@@ -149,7 +149,7 @@ def test_lost_answer_is_resolved(lakehouse: Lakehouse, monkeypatch: pytest.Monke
 
 def test_replay_is_refused_by_server(lakehouse: Lakehouse) -> None:
     """The server itself refuses a request that it has answered before, on which the guard relies."""
-    claim(Ledger(lakehouse), "r", nonce="n1", replaces=0, detail={})
+    claim(Ledger(lakehouse), "r", nonce="n1", replaces=0)
     owner, requests = committing_class(lakehouse), []
     real = owner.commit_table
 
@@ -159,15 +159,15 @@ def test_replay_is_refused_by_server(lakehouse: Lakehouse) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(owner, "commit_table", commit_table)
-        claim(Ledger(lakehouse), "other", nonce="n1", replaces=0, detail={})
+        claim(Ledger(lakehouse), "other", nonce="n1", replaces=0)
     with pytest.raises(CommitFailedException):
         owner.commit_table(lakehouse.catalog, *requests[-1])
 
 
 def test_stale_attempt_is_fenced(lakehouse: Lakehouse) -> None:
     """An attempt that was replaced commits no checkpoint."""
-    claim(Ledger(lakehouse), "r", nonce="n1", replaces=0, detail={})
-    claim(Ledger(connect(lakehouse.config)), "r", nonce="n2", replaces=1, detail={})
+    claim(Ledger(lakehouse), "r", nonce="n1", replaces=0)
+    claim(Ledger(connect(lakehouse.config)), "r", nonce="n2", replaces=1)
     with pytest.raises(Fenced):
         checkpoint(Ledger(lakehouse))
     assert [row.kind for row in Ledger(lakehouse).rows("r")] == ["claim", "claim"]
@@ -195,11 +195,11 @@ def test_expiry_keeps_pins(lakehouse: Lakehouse) -> None:
 def test_upkeep_during_commits(lakehouse: Lakehouse) -> None:
     """Upkeep and commits run at the same time: no row is lost, and retained snapshots can be read."""
     skip_moto(lakehouse)
-    claim(Ledger(lakehouse), "r", nonce="n1", replaces=0, detail={})
+    claim(Ledger(lakehouse), "r", nonce="n1", replaces=0)
     with ThreadPoolExecutor(2) as pool:
         upkeep = pool.submit(run_upkeep, connect(lakehouse.config), keep=1)
         for number in range(3):
-            claim(Ledger(lakehouse), f"more-{number}", nonce="n", replaces=0, detail={})
+            claim(Ledger(lakehouse), f"more-{number}", nonce="n", replaces=0)
         upkeep.result()
     run_upkeep(lakehouse, keep=1)
     assert Ledger(lakehouse).runs() == ["more-0", "more-1", "more-2", "r"]

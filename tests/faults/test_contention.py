@@ -161,13 +161,13 @@ def test_commit_after_claim_is_refused(tmp_path: Path, start: Start, interruptio
     """A commit is prepared and delayed while a recovery claims the run. It is refused, and leaves nothing."""
     lakehouse = connect(LakehouseConfig().at_home(tmp_path / "home"))
     ledger = Ledger(lakehouse)
-    claim(ledger, "r", nonce="n1", replaces=0, detail={})
+    claim(ledger, "r", nonce="n1", replaces=0)
     rows = [CheckpointRow(checkpoint_id="r-1-n1")]
     commit_checkpoint(ledger, Attempt(run="r", number=1, nonce="n1"), checkpoint_id="r-1-n1", parent=None, rows=rows)
     late = start("delayed", home=str(tmp_path / "home"), run="r", nonce="n1")
     process = psutil.Process(late.process.pid)
     wait_until(lambda: process.status() == psutil.STATUS_STOPPED, what="the commit to stand still")
-    claim(ledger, "r", nonce="n2", replaces=1, detail={})
+    claim(ledger, "r", nonce="n2", replaces=1)
     if interruption != "a claim":
         start("commit", home=str(tmp_path / "home"), run="other", commits=25).end()
         run_upkeep(lakehouse, keep=1)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def test_two_recoveries_train_once(campaign: Arena) -> None:
     """Two launches recover the same failed attempt at once. One trains to the end, and its rival steps aside."""
     run = "recovered-twice"
-    claim(Ledger(campaign.lakehouse), run, nonce="dead", replaces=0, detail={})
+    claim(Ledger(campaign.lakehouse), run, nonce="dead", replaces=0)
     spec = campaign.spec(run, passes=1, world_size=1)
     launches = [campaign.launch(spec, replaces=1, takeover=True) for _ in range(2)]
     assert sorted(launch.wait() for launch in launches) == [0, 83]

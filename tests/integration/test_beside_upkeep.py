@@ -42,7 +42,7 @@ def plan(arena: Arena) -> Plan:
     arena.table()
     made = make_plan(arena.lakehouse, arena.spec(RUN).source)
     ledger = Ledger(arena.lakehouse)
-    claim(ledger, RUN, nonce="n1", replaces=0, detail={})
+    claim(ledger, RUN, nonce="n1", replaces=0)
     leg = {"sources": [{"plan_id": made.row.plan_id}]}
     rows: list[LedgerRow] = [
         CheckpointRow(checkpoint_id="c1", step=1, leg=0),
@@ -58,7 +58,7 @@ def outdated(arena: Arena) -> dict[str, Table]:
     """Return loaded DLAC tables that are outdated: others have committed since, and an upkeep has deleted the old files."""
     found = {name: arena.lakehouse.own(name) for name in KEPT}
     make_plan(arena.lakehouse, arena.spec(RUN, row_filter="even = true").source)
-    claim(Ledger(arena.lakehouse), "another", nonce="x", replaces=0, detail={})
+    claim(Ledger(arena.lakehouse), "another", nonce="x", replaces=0)
     run_upkeep(connect(arena.lakehouse.config), keep=1)
     for table in found.values():
         with pytest.raises(FileNotFoundError):

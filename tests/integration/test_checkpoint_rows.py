@@ -86,7 +86,7 @@ def test_racing_handles_lose_nothing(arena: Arena) -> None:
     def claims(worker: int) -> None:
         ledger = Ledger(connect(arena.lakehouse.config), deadline_s=240.0)
         for turn in range(5):
-            claim(ledger, f"run-{worker}", nonce=f"{worker}-{turn}", replaces=turn, detail={})
+            claim(ledger, f"run-{worker}", nonce=f"{worker}-{turn}", replaces=turn)
 
     threads = [threading.Thread(target=claims, args=(worker,)) for worker in range(4)]
     for thread in threads:

@@ -37,7 +37,7 @@ def some_runs(arena: Arena) -> None:
     arena.train(arena.spec("back", **settings), until=9)
     ledger = Ledger(arena.lakehouse)
     target = ledger.restorable("back", 4).checkpoint_id
-    commit_rewind(ledger, "back", nonce="n", checkpoint_id=target, detail={})
+    commit_rewind(ledger, "back", nonce="n", checkpoint_id=target)
     fork_run(arena.lakehouse, arena.spec(LONG, **settings), "whole", step=4)
 
 

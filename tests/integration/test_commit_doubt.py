@@ -30,7 +30,7 @@ Commit = Callable[..., CommitTableResponse]
 def ledger(arena: Arena) -> Ledger:
     """A ledger with a claimed run."""
     found = Ledger(arena.lakehouse)
-    claim(found, RUN, nonce="n1", replaces=0, detail={})
+    claim(found, RUN, nonce="n1", replaces=0)
     return found
 
 
@@ -46,7 +46,7 @@ def check_readable(lakehouse: Lakehouse) -> None:
     table = lakehouse.own("consumption")
     for snapshot in table.snapshots():
         table.scan(snapshot_id=snapshot.snapshot_id).to_arrow()
-    claim(Ledger(lakehouse), "another", nonce="x", replaces=0, detail={})
+    claim(Ledger(lakehouse), "another", nonce="x", replaces=0)
 
 
 def once(monkeypatch: pytest.MonkeyPatch, faulty: Callable[[Commit, Any], CommitTableResponse]) -> None:
@@ -128,7 +128,7 @@ def test_expired_commit_is_recognized(ledger: Ledger, monkeypatch: pytest.Monkey
 
     def landed_long_ago(commit: Commit, request: Any) -> CommitTableResponse:
         response = commit(*request)
-        claim(other, "another", nonce="x", replaces=0, detail={})
+        claim(other, "another", nonce="x", replaces=0)
         run_upkeep(other.lakehouse, keep=1)
         with pytest.raises(CommitFailedException):
             commit(*request)
@@ -138,7 +138,7 @@ def test_expired_commit_is_recognized(ledger: Ledger, monkeypatch: pytest.Monkey
     once(monkeypatch, landed_long_ago)
     assert checkpoint(ledger, "a").fence == Fence(attempt=1, nonce="n1", seq=2, head="a")
     assert len(ledger.rows(RUN, kinds=(CheckpointRow,))) == 1
-    claim(ledger, "third", nonce="y", replaces=0, detail={})
+    claim(ledger, "third", nonce="y", replaces=0)
     table = ledger.lakehouse.own("consumption")
     for snapshot in table.snapshots():
         table.scan(snapshot_id=snapshot.snapshot_id).to_arrow()
@@ -169,7 +169,7 @@ def test_without_the_guard_a_replay_destroys_the_table(arena: Arena, monkeypatch
     plain = Lakehouse(config, SqlCatalog(config.catalog_name, **config.catalog_properties()))
     once(monkeypatch, replayed)
     with pytest.raises(CommitFailedException):
-        claim(Ledger(plain), RUN, nonce="n1", replaces=0, detail={})
+        claim(Ledger(plain), RUN, nonce="n1", replaces=0)
     with pytest.raises(FileNotFoundError):
         check_readable(plain)
 
@@ -178,7 +178,7 @@ def test_append_on_stale_table_is_refused(ledger: Ledger) -> None:
     """A table object loaded before another's append cannot be appended to, and the refusal harms nothing."""
     stale: Table = ledger.state(RUN).table
     arrow = stale.scan().to_arrow()
-    claim(Ledger(connect(ledger.lakehouse.config)), RUN, nonce="n2", replaces=1, detail={})
+    claim(Ledger(connect(ledger.lakehouse.config)), RUN, nonce="n2", replaces=1)
     with pytest.raises(CommitConflict, match="did not land"):
         stale.append(arrow)
     check_readable(ledger.lakehouse)
@@ -192,7 +192,7 @@ def test_an_append_between_read_and_commit_is_noticed(ledger: Ledger) -> None:
     def decide(state: RunState) -> Append:
         reads.append(state.fence.seq)
         if len(reads) == 1:
-            claim(other, "another", nonce="x", replaces=0, detail={})
+            claim(other, "another", nonce="x", replaces=0)
         return Append(rows=[LegRow()], fence=type(state.fence)(attempt=1, nonce="n1", seq=state.fence.seq + 1))
 
     ledger.append(RUN, decide)
@@ -206,7 +206,7 @@ def test_zombie_before_commit_is_fenced(ledger: Ledger, monkeypatch: pytest.Monk
     other = Ledger(connect(ledger.lakehouse.config))
 
     def overtaken(commit: Commit, request: Any) -> CommitTableResponse:
-        claim(other, RUN, nonce="n2", replaces=1, detail={})
+        claim(other, RUN, nonce="n2", replaces=1)
         return commit(*request)
 
     once(monkeypatch, overtaken)

@@ -42,7 +42,7 @@ class Launched:
 
 def test_the_fence_is_looked_at_over_one_connection(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     """A connection is kept between looks. It is replaced after an outage of the catalog, and a takeover is seen."""
-    claim(Ledger(arena.lakehouse), RUN, nonce="n1", replaces=0, detail={"launched_by": "me"})
+    claim(Ledger(arena.lakehouse), RUN, nonce="n1", replaces=0, facts={"launched_by": "me"})
     opened: list[Lakehouse] = []
     looks: list[str] = []
     away = threading.Event()
@@ -74,7 +74,7 @@ def test_the_fence_is_looked_at_over_one_connection(arena: Arena, monkeypatch: p
     away.set()
     wait_until(lambda: len(opened) == 2, what="another connection", within_s=120)
     assert not launched.stopped.is_set()
-    claim(Ledger(arena.lakehouse), RUN, nonce="n2", replaces=1, detail={"launched_by": "another"})
+    claim(Ledger(arena.lakehouse), RUN, nonce="n2", replaces=1, facts={"launched_by": "another"})
     assert launched.stopped.wait(120)
     watcher.join()
     assert len(opened) == 2

@@ -116,7 +116,7 @@ def test_attempt_begun_during_decision_stays(
     def read(*args: Any, **kwargs: Any) -> Any:
         found = original(*args, **kwargs)
         monkeypatch.setattr(Ledger, "rows", original)
-        claim(ledger, spec.run, nonce="by-hand", replaces=attempt, detail={"launched_by": ""})
+        claim(ledger, spec.run, nonce="by-hand", replaces=attempt, facts={"launched_by": ""})
         return found
 
     monkeypatch.setattr(Ledger, "rows", read)

@@ -41,7 +41,7 @@ RUN = "r1"
 
 def claimed(ledger: Ledger, nonce: str = "n1", replaces: int = 0) -> Attempt:
     """The attempt that this claim makes."""
-    state = claim(ledger, RUN, nonce=nonce, replaces=replaces, detail={})
+    state = claim(ledger, RUN, nonce=nonce, replaces=replaces)
     return Attempt(run=RUN, number=state.fence.attempt, nonce=nonce)
 
 
@@ -104,7 +104,7 @@ def test_runs_do_not_see_each_other(arena: Arena) -> None:
     ledger = Ledger(arena.lakehouse)
     checkpoint(ledger, claimed(ledger), "a", None)
     assert not ledger.state("r").exists
-    other = claim(ledger, "r11", nonce="x", replaces=0, detail={}).fence
+    other = claim(ledger, "r11", nonce="x", replaces=0).fence
     assert (other.attempt, other.seq) == (1, 1)
     assert {row.run for row in ledger.rows(RUN)} == {RUN}
 
@@ -181,7 +181,7 @@ def test_what_was_decided_holds_beside_busy_other_runs(arena: Arena) -> None:
 
     def decide(state: RunState) -> Append | None:
         looks.append(state.fence.seq)
-        claim(others, f"busy-{len(looks)}", nonce="n", replaces=0, detail={})  # while it reads, each time
+        claim(others, f"busy-{len(looks)}", nonce="n", replaces=0)  # while it reads, each time
         if len(looks) == 1:
             return _named(state, "first")
         raise RowsBetween("the run's own")
@@ -202,7 +202,7 @@ def test_decision_repeats_after_other_rows(arena: Arena) -> None:
         if len(looks) == 1:
             others.append(RUN, lambda now: _named(now, "by another"))
             for number in range(8):
-                claim(others, f"busy-{number}", nonce="n", replaces=0, detail={})
+                claim(others, f"busy-{number}", nonce="n", replaces=0)
             assert compact(arena.lakehouse).files == 0
         return _named(state, "mine")
 
@@ -216,7 +216,7 @@ def test_expired_history_is_decided_again(arena: Arena, known: bool) -> None:
     """A claim that is late by a whole run, which was claimed, finished and pushed out of the history, is refused."""
     ledger, others = Ledger(arena.lakehouse), Ledger(arena.lakehouse)
     if known:
-        claim(others, "another", nonce="n", replaces=0, detail={})
+        claim(others, "another", nonce="n", replaces=0)
     looks: list[bool] = []
 
     def decide(state: RunState) -> Append | None:
@@ -225,7 +225,7 @@ def test_expired_history_is_decided_again(arena: Arena, known: bool) -> None:
             raise RunFinished("it is finished")
         finish(others, claimed(others), step=0)
         for number in range(KEEP_SNAPSHOTS + 1):
-            claim(others, f"busy-{number}", nonce="n", replaces=0, detail={})
+            claim(others, f"busy-{number}", nonce="n", replaces=0)
         return Append(rows=[ClaimRow()], fence=Fence(attempt=1, nonce="late", seq=1))
 
     with pytest.raises(RunFinished):
@@ -270,7 +270,7 @@ def test_quarantined_checkpoint_is_not_restorable(arena: Arena) -> None:
     with pytest.raises(NoSuchCheckpoint, match=r"'b' that is kept, found \['a'\]"):
         ledger.restorable(RUN, checkpoint_id="b")
     with pytest.raises(NoSuchCheckpoint, match="'b'"):
-        commit_rewind(ledger, RUN, nonce="n2", checkpoint_id="b", detail={})
+        commit_rewind(ledger, RUN, nonce="n2", checkpoint_id="b")
     with pytest.raises(NoSuchCheckpoint, match="'b'"):
         name_checkpoint(ledger, RUN, "best", checkpoint_id="b")
 

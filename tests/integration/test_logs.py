@@ -46,7 +46,7 @@ def launch(arena: Arena, attempt: int, texts: dict[int, str], **detail: Any) -> 
         log_file(folder, rank).write_text(text)
     (folder / "resume.json").write_text(json.dumps({"attempt": attempt}))
     said = {"launch_folder": str(folder), "host": socket.gethostname(), **detail}
-    claim(Ledger(arena.lakehouse), "r", nonce=str(attempt), replaces=attempt - 1, detail=said)
+    claim(Ledger(arena.lakehouse), "r", nonce=str(attempt), replaces=attempt - 1, facts=said)
     return folder
 
 
@@ -54,7 +54,7 @@ def test_logs_of_last_attempt(arena: Arena, logs: Logs) -> None:
     """All lines, or only some ranks, lines or another attempt. A rewind, which trains nothing, has none."""
     launch(arena, 1, {0: "first\n"})
     launch(arena, 2, {0: "a\nb\nc\n", 1: "d\n\x1b[2Je"})
-    claim(Ledger(arena.lakehouse), "r", nonce="rewind", replaces=2, detail={"purpose": "rewinds", "origin": "x"})
+    claim(Ledger(arena.lakehouse), "r", nonce="rewind", replaces=2, facts={"purpose": "rewinds", "origin": "x"})
     assert logs("r")[:2] == (0, "[rank 0] a\n[rank 0] b\n[rank 0] c\n[rank 1] d\n[rank 1] e\n")
     assert logs("r", "--rank", "1")[:2] == (0, "d\ne\n")
     assert logs("r", "--tail", "1")[:2] == (0, "[rank 0] c\n[rank 1] e\n")

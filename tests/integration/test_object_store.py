@@ -106,7 +106,7 @@ def test_warehouse_outage_is_awaited(store: ObjectStore, network: Network, tmp_p
         LakehouseConfig(warehouse="s3://lake/warehouse", properties=store.properties(network.url)).at_home(tmp_path)
     )
     ledger = Ledger(lakehouse)
-    claim(ledger, "r", nonce="n", replaces=0, detail={})
+    claim(ledger, "r", nonce="n", replaces=0)
     network.cut()
     with pytest.raises(CatalogUnreachable, match="warehouse"):
         ledger.rows("r")

@@ -197,7 +197,7 @@ def test_the_verify_job_finds_damage_and_records_it(arena: Arena, home: Path, in
     assert verify().success
     assert verify().success
     assert len(arena.rows(spec.run, VerifyRow)) == 1
-    claim(Ledger(arena.lakehouse), "begun", nonce="n", replaces=0, detail={})
+    claim(Ledger(arena.lakehouse), "begun", nonce="n", replaces=0)
     misspelt = {"runs": ["verifeid", "begun", spec.run], "not_since_h": 0.0}
     named = verify(ops={"newest_checkpoints_verified": {"config": misspelt}})
     assert not named.success

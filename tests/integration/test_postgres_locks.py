@@ -51,7 +51,7 @@ def test_frozen_committer_blocks_no_other(config: LakehouseConfig, monkeypatch: 
     """If others commit between UPDATE and COMMIT, an append learns that it did not land, and commits again."""
     frozen, other = Ledger(connect(config)), Ledger(connect(config))
     monkeypatch.setattr(safe_commit, "POSTGRES_TIMEOUTS", dict(zip(SETTINGS, ("1s", "300ms"), strict=True)))
-    claim(frozen, "r", nonce="n1", replaces=0, detail={})
+    claim(frozen, "r", nonce="n1", replaces=0)
     stands, landed, in_time = threading.Event(), threading.Event(), []
 
     def freeze(connection: Connection) -> None:
@@ -65,7 +65,7 @@ def test_frozen_committer_blocks_no_other(config: LakehouseConfig, monkeypatch: 
     with ThreadPoolExecutor(1) as pool:
         committing = pool.submit(commit_checkpoint, frozen, attempt, checkpoint_id="a", parent=None, rows=rows)
         assert stands.wait(ENOUGH_S)
-        claim(other, "another", nonce="x", replaces=0, detail={})
+        claim(other, "another", nonce="x", replaces=0)
         landed.set()
         assert committing.result().fence.head == "a"
     assert in_time == [True], "the others waited for who is frozen"
@@ -82,7 +82,7 @@ def test_locked_row_is_not_awaited_forever(config: LakehouseConfig, monkeypatch:
         letting_go = threading.Timer(ENOUGH_S, connection.rollback)
         letting_go.start()
         with pytest.raises(CommitOutcomeUnknown, match="lock timeout"):
-            claim(ledger, "r", nonce="n1", replaces=0, detail={})
+            claim(ledger, "r", nonce="n1", replaces=0)
         letting_go.cancel()
 
 

@@ -77,7 +77,7 @@ def test_older_table_gets_new_columns(arena: Arena) -> None:
 def test_phases_are_recorded_in_order(arena: Arena) -> None:
     """A sensor notices, the new launch is started, and only that one waits for the end of the old processes."""
     happen = ["detect", "schedule", "stop", "claim", "verify", "convert", "load", "first step", "total"]
-    claim(Ledger(arena.lakehouse), "r", nonce="n", replaces=0, detail={})
+    claim(Ledger(arena.lakehouse), "r", nonce="n", replaces=0)
     write_recovery(arena.lakehouse, recovery("r", seq=1))
     shown = dlac("incidents", "r", home=arena.home)
     printed = " ".join(shown.stdout.split())  # a line is folded where the terminal ends
@@ -170,7 +170,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 def end_recovery(arena: Arena, recorder: BackgroundRecorder, events: list[dict[str, Any]]) -> None:
     """Have a monitor observe the first new step after a failure of attempt 1."""
     for number in (1, 2):
-        claim(Ledger(arena.lakehouse), "r", nonce=f"n{number}", replaces=number - 1, detail={})
+        claim(Ledger(arena.lakehouse), "r", nonce=f"n{number}", replaces=number - 1)
     spec, point = arena.spec("r"), FreshStart(attempt=2, nonce="n2", leg="{}", leg_is_new=False, replaces=1)
     monitor = AttemptMonitor(recorder, spec.launch, events.append)
     recorder.begin(point, planned_end("it died", step=0))

@@ -84,7 +84,7 @@ def test_claim_of_memory_reads_no_store(arena: Arena) -> None:
     spec = arena.spec("r", world_size=1, passes=1, every_steps=2)
     arena.train(spec, until=5)
     named = {"memory_of": 1, "memory_step": 5, "memory_ranks": 1, "memory_at": 5.0}
-    claim(Ledger(arena.lakehouse), "r", nonce="n", replaces=1, detail=named)
+    claim(Ledger(arena.lakehouse), "r", nonce="n", replaces=1, facts=named)
     manifest = folder_of(arena.lineage("r")[-1].manifest_uri) / MANIFEST
     manifest.write_bytes(manifest.read_bytes()[:-1])
     request = ClaimRequest(nonce="n", replaces=1, from_memory=True)
@@ -100,7 +100,7 @@ class _Swept(TorchState):
 
     def save(self, folder: Path, write: Write) -> None:
         """Claim the run for another launch, remove the folder, then save into it."""
-        claim(Ledger(self.lakehouse), "r", nonce="next", replaces=1, detail={})
+        claim(Ledger(self.lakehouse), "r", nonce="next", replaces=1)
         shutil.rmtree(folder)
         super().save(folder, write)
 

@@ -51,8 +51,8 @@ def checkpoint(ledger: Ledger, step: int) -> None:
 def ledger(arena: Arena) -> Ledger:
     """A ledger with a claim and a dozen checkpoints of one run, and a claim of another."""
     found = Ledger(arena.lakehouse)
-    claim(found, RUN, nonce="n1", replaces=0, detail={})
-    claim(found, "another", nonce="x", replaces=0, detail={})
+    claim(found, RUN, nonce="n1", replaces=0)
+    claim(found, "another", nonce="x", replaces=0)
     for step in range(1, STEPS + 1):
         checkpoint(found, step)
     return found
@@ -261,7 +261,7 @@ def test_another_tables_files_are_not_touched(ledger: Ledger, arena: Arena) -> N
     uuid = ledger.table_uuid
     (arena.home / "catalog.db").unlink()
     lakehouse = connect(arena.lakehouse.config.model_copy(update={"name": "dlac"}))
-    claim(Ledger(lakehouse), "new", nonce="n", replaces=0, detail={})
+    claim(Ledger(lakehouse), "new", nonce="n", replaces=0)
     before = files_of(arena)
     for checked, error, found in (
         (False, LedgerOlderThanStore, "journal"),

@@ -35,7 +35,7 @@ def failed_attempts(arena: Arena, count: int) -> tuple[RestartPolicy, list[Super
     attempts = Attempts(supervision, starter, events)
     made = []
     for number in range(1, count + 1):
-        claim(Ledger(arena.lakehouse), "r", nonce=f"n{number}", replaces=number - 1, detail={})
+        claim(Ledger(arena.lakehouse), "r", nonce=f"n{number}", replaces=number - 1)
         alone = Round(Share(world_size=1, ranks=1, port=1))
         made.append(attempts.lead(alone, ResumeOptions(), replaces=None, failure=None))
         made[-1].number = number

@@ -36,7 +36,7 @@ def prepare(arena: Arena) -> Made:
     folder.mkdir()
     made.mkdir()
     claimed = {"launch_folder": str(folder), "host": socket.gethostname()}
-    claim(Ledger(arena.lakehouse), LAUNCHED, nonce="nonce", replaces=0, detail=claimed)
+    claim(Ledger(arena.lakehouse), LAUNCHED, nonce="nonce", replaces=0, facts=claimed)
     spec = arena.spec(LAUNCHED).model_dump_json().encode()
     (folder / "spec.json").write_bytes(spec)
     weights, job = made / "weights.safetensors", arena.home / f"{FINISHED}.yaml"

@@ -41,7 +41,7 @@ def report(**facts: Any) -> None:
 def commit(home: str, run: str, commits: int, finishes: bool = False) -> None:
     """Claim the run, and commit `commits` checkpoints of two advances each."""
     ledger = Ledger(lakehouse_at(home))
-    number = claim(ledger, run, nonce=run, replaces=0, detail={}).fence.attempt
+    number = claim(ledger, run, nonce=run, replaces=0).fence.attempt
     attempt = Attempt(run=run, number=number, nonce=run)
     parent = None
     for step in range(1, commits + 1):

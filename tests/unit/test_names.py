@@ -94,7 +94,7 @@ def test_missing_run_names_close_ones() -> None:
 def lakehouse(tmp_path_factory: pytest.TempPathFactory) -> Lakehouse:
     """Return a ledger with a claim of run "night-3"."""
     found = connect(LakehouseConfig().at_home(tmp_path_factory.mktemp("home")))
-    claim(Ledger(found), "night-3", nonce="n", replaces=0, detail={})
+    claim(Ledger(found), "night-3", nonce="n", replaces=0)
     return found
 
 
@@ -102,7 +102,7 @@ def test_ledger_refuses_bad_run(lakehouse: Lakehouse) -> None:
     """The ledger refuses a bad name from every caller, as a row is permanent."""
     before = Ledger(lakehouse).runs()
     with pytest.raises(SpecInvalid):
-        claim(Ledger(lakehouse), "../../x", nonce="n", replaces=0, detail={})
+        claim(Ledger(lakehouse), "../../x", nonce="n", replaces=0)
     assert Ledger(lakehouse).runs() == before
 
 
@@ -137,7 +137,7 @@ def claimed_arena(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
     """A lakehouse with a claim of run "night-3" and its job spec. No command of these tests changes it."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         arena = Arena(tmp_path_factory.mktemp("begun") / "home", monkeypatch)
-        claim(Ledger(arena.lakehouse), "night-3", nonce="n", replaces=0, detail={})
+        claim(Ledger(arena.lakehouse), "night-3", nonce="n", replaces=0)
         (arena.home / "job.json.yaml").write_text(arena.spec("night-3").model_dump_json())
         yield arena
 

@@ -1,6 +1,6 @@
 """Branches of a run: a rewind makes its target the head. Rows of the abandoned branch stay as they are."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -62,11 +62,11 @@ def commit_rewind(
     checkpoint_id: str | None,
     exclude: Sequence[Exclusion] = (),
     why: str = "",
-    detail: dict[str, Any],
+    facts: Mapping[str, Any] = {},
 ) -> Rewound:
     """Make a restorable checkpoint the head, and `nonce` the owner of the run, in one append that repetition lands once.
 
-    Without a checkpoint the run is at its beginning again. `detail` has further fields of the `ClaimRow`, whose
+    Without a checkpoint the run is at its beginning again. `facts` are further fields of the `ClaimRow`, whose
     attempt trains nothing. Raises `NoSuchCheckpoint` for one that is retired, quarantined or unknown, and `SpecInvalid` for
     the head if nothing else would change.
     """
@@ -85,7 +85,7 @@ def commit_rewind(
         _check_changes(run, rows, checkpoint_id, step, exclude)
         head = run_rows.checkpoint_rows(rows).get(fence.head or "")
         mine = run_rows.Fence(attempt=fence.attempt + 1, nonce=nonce, seq=fence.seq + 1, head=checkpoint_id)
-        claims = typed_rows.ClaimRow(replaces=fence.attempt, purpose="rewinds", origin=checkpoint_id, **detail)
+        claims = typed_rows.ClaimRow(replaces=fence.attempt, purpose="rewinds", origin=checkpoint_id, **facts)
         row = RewindRow(
             attempt=mine.attempt,
             checkpoint_id=checkpoint_id,

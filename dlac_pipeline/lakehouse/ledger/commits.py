@@ -33,10 +33,10 @@ def claim(
     *,
     nonce: str,
     replaces: int,
-    detail: dict[str, Any],
+    facts: Mapping[str, Any] = {},
     choose: Callable[[Fence], dict[str, Any]] = lambda _: {},
 ) -> RunState:
-    """Make `nonce` the owner of the run, in place of attempt number `replaces`. `detail` has further fields of its `ClaimRow`.
+    """Make `nonce` the owner of the run, in place of attempt number `replaces`. `facts` are further fields of its `ClaimRow`.
 
     `choose` gives such fields for the fence that is replaced, in the append itself. Raises `SteppedAside` if another recovery
     claimed the run since attempt `replaces`, or `RunFinished`.
@@ -49,7 +49,7 @@ def claim(
         check_unfinished(state)
         check_current(state, replaces)
         mine = Fence(attempt=fence.attempt + 1, nonce=nonce, seq=fence.seq + 1, head=fence.head)
-        return Append(rows=[typed_rows.ClaimRow(replaces=replaces, **detail, **choose(fence))], fence=mine)
+        return Append(rows=[typed_rows.ClaimRow(replaces=replaces, **facts, **choose(fence))], fence=mine)
 
     return ledger.append(run, decide)
 

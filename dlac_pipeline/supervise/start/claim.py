@@ -45,9 +45,9 @@ def claim_attempt(
         find=find if may_use else list,
         died_loading=may_have_died_loading,
     )
-    detail = {**_detail_of(spec, request, tiers), **planned(resolved.leg)}
+    facts = {**_facts_of(spec, request, tiers), **planned(resolved.leg)}
     choose = partial(memory.choose, leg=leg)
-    fence = claim(ledger, spec.run, nonce=request.nonce, replaces=replaced, detail=detail, choose=choose).fence
+    fence = claim(ledger, spec.run, nonce=request.nonce, replaces=replaced, facts=facts, choose=choose).fence
     return Claimed(
         attempt=Attempt(run=spec.run, number=fence.attempt, nonce=fence.nonce),
         replaces=replaced,
@@ -62,7 +62,7 @@ def attempt_before(fence: Fence, nonce: str) -> int:
     return fence.attempt - 1 if fence.nonce == nonce else fence.attempt
 
 
-def _detail_of(spec: JobSpec, request: ClaimRequest, tiers: Tiers) -> dict[str, Any]:
+def _facts_of(spec: JobSpec, request: ClaimRequest, tiers: Tiers) -> dict[str, Any]:
     """Return a claim's record of this node, the places of checkpoints, and its launch."""
     return {
         "host": socket.gethostname(),

@@ -83,7 +83,7 @@ def job_of(
 def commit(home: Path, step: int, *, finish: bool = False) -> None:
     """Commit the first checkpoint of the run."""
     ledger = Ledger(connect(LakehouseConfig().at_home(home)))
-    claim(ledger, RUN, nonce="n1", replaces=0, detail={})
+    claim(ledger, RUN, nonce="n1", replaces=0)
     rows = [CheckpointRow(checkpoint_id="c1", step=step)]
     attempt = Attempt(run=RUN, number=1, nonce="n1")
     commit_checkpoint(ledger, attempt, checkpoint_id="c1", parent=None, rows=rows)
