@@ -65,6 +65,7 @@ class SpikeCheck:
 
     def __init__(self, spec: JobSpec, attempt: OpenAttempt, tree: RankTree, warn: Callable[[str], None]) -> None:
         self._run, self._tree, self._warn = spec.run, tree, warn
+        self._speaks = attempt.tracker.speaks
         self._policy = None if attempt.rehearses else spec.launch.on_spike
         if self._policy == "exclude" and LAUNCH_VARIABLE not in os.environ:
             self._policy = "stop"  # only a supervisor starts an attempt without these rows
@@ -97,7 +98,8 @@ class SpikeCheck:
 
     def gather(self, step: int) -> list[Parts]:
         """Return the losses of the samples of a step, by slot of the global batch, at rank 0. Collective."""
-        mine = next((each.read() for each in self._kept if each.step == step), [])
+        found = next((each for each in self._kept if each.step == step), None)
+        mine = found.read() if found is not None and self._speaks else []  # ranks of one share have the same slots
         return [parts for ranks in self._tree.gather(json.dumps(mine).encode()) or () for parts in json.loads(ranks)]
 
     def _report(self, step: int, loss: float) -> None:

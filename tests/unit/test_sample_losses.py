@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
 
+from dlac_pipeline.checkpoint.collectives import RankTree
 from dlac_pipeline.read.batch import Batch
-from dlac_pipeline.train.spike_check import SampleLosses
+from dlac_pipeline.train.spike_check import SampleLosses, SpikeCheck
 
 NAN = float("nan")
 
@@ -60,3 +63,18 @@ def test_only_values_of_samples_count() -> None:
     mine.mean(torch.tensor(2.0))
     assert not losses.sums
     assert losses.read() == [[], [], []]
+
+
+def test_ranks_of_a_share_count_once() -> None:
+    """Of two ranks with one share the first gives its losses, so that the slots of the next share are its own."""
+    spec: Any = SimpleNamespace(run="r", launch=SimpleNamespace(on_spike=None))
+
+    def gathered(*, speaks: bool) -> list[Any]:
+        tracker, point = SimpleNamespace(speaks=speaks), SimpleNamespace(spike_step=0)
+        attempt: Any = SimpleNamespace(rehearses=True, tracker=tracker, point=point)
+        check = SpikeCheck(spec, attempt, RankTree(0, 1, None), print)
+        check.watch(batch()).mean(torch.tensor([4.0, 6.0, NAN]))
+        return check.gather(1)
+
+    assert gathered(speaks=True) == [[[4.0, 1]], [[6.0, 1]], []]
+    assert gathered(speaks=False) == []
