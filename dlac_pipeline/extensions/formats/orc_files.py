@@ -58,15 +58,16 @@ def _rows_of_stripes(file: ORCFile) -> Sequence[int]:
     """Return the rows of each stripe. Only a column of it shows them, so that of several stripes the narrowest is read."""
     if file.nstripes <= 1:
         return [file.nrows] * file.nstripes
-    narrow = min(file.schema, key=lambda field: (pa.types.is_nested(field.type), _width(field.type))).name
+    narrow = min(file.schema, key=lambda field: _cost(field.type)).name
     return [file.read_stripe(unit, columns=[narrow]).num_rows for unit in range(file.nstripes)]
 
 
-def _width(kind: pa.DataType) -> int:
+def _cost(kind: pa.DataType) -> tuple[bool, bool, int]:
+    # timestamps last: one outside of the range would refuse the file, even where the column is not read
     try:
-        return int(kind.bit_width)
+        return pa.types.is_nested(kind), pa.types.is_timestamp(kind), int(kind.bit_width)
     except ValueError:  # of values that differ in their length
-        return 1 << 30
+        return pa.types.is_nested(kind), False, 1 << 30
 
 
 def _with_id(field: pa.Field) -> pa.Field:

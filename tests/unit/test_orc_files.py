@@ -1,0 +1,23 @@
+"""ORC files whose columns are read in part."""
+
+from __future__ import annotations
+
+import datetime as dt
+import io
+
+import pyarrow as pa
+from pyarrow import orc
+
+from dlac_pipeline.lakehouse.files.open_file import open_file
+
+
+def test_unread_timestamps_may_be_any() -> None:
+    """A file of several stripes opens with a timestamp before 1678, and its other columns are read."""
+    early = pa.array([dt.datetime(1, 1, 1)] * 6, pa.timestamp("us"))
+    rows, sink = pa.table({"at": early, "name": list("abcdef")}), io.BytesIO()
+    with orc.ORCWriter(sink, stripe_size=1, batch_size=2) as writer:
+        for start in range(0, 6, 2):
+            writer.write(rows.slice(start, 2))
+    opened = open_file("f.orc", pa.BufferReader(sink.getvalue()), ())
+    assert list(opened.footer.rows) == [2, 2, 2]
+    assert opened.read_all(["name"])["name"].to_pylist() == list("abcdef")
