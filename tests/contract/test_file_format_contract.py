@@ -20,6 +20,7 @@ from pyiceberg.typedef import Record
 from pyiceberg.types import FloatType, ListType, LongType, NestedField, StringType
 
 from dlac_pipeline.audit.audit import audit_run
+from dlac_pipeline.extensions.registration.new_project import find_trainable
 from dlac_pipeline.lakehouse.errors import BadInput, DataFileUnreadable
 from dlac_pipeline.lakehouse.files.open_file import FILES, format_of, open_file
 from dlac_pipeline.lakehouse.iceberg.row_groups import row_groups_of
@@ -163,6 +164,13 @@ def test_training_is_exact_and_audited(arena: Arena, suffix: str) -> None:
     assert f"data-1.{suffix}" in str(audit_run(arena.lakehouse, "r").to_json())
     with pytest.raises(DataFileUnreadable, match=rf"data-1\.{suffix}"):
         arena.train(arena.spec("again", world_size=1, passes=1, batch_size=8))
+
+
+def test_project_is_made_of_table(arena: Arena, suffix: str) -> None:
+    """`dlac init` chooses the columns of a table by its data files, whatever their format."""
+    table_of(arena, suffix)
+    found = find_trainable(arena.lakehouse, "src.t")
+    assert (found.kind, found.columns) == ("text", ("name",))
 
 
 def test_unknown_suffix_is_refused(arena: Arena) -> None:

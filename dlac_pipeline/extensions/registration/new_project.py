@@ -26,7 +26,7 @@ from dlac_pipeline.extensions.registration.column_choice import (
     count_classes,
 )
 from dlac_pipeline.lakehouse.errors import DataFileUnreadable, EmptyPlan, SpecInvalid, UnsupportedColumn
-from dlac_pipeline.lakehouse.files.parquet import open_parquet
+from dlac_pipeline.lakehouse.files.open_file import open_file
 from dlac_pipeline.lakehouse.iceberg.columns import FileColumns, name_mapping_of
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, reachable
 from dlac_pipeline.rows.columns import check_names
@@ -133,10 +133,13 @@ def _partition_keys(table: Table) -> set[str]:
 
 def _sample(table: Table, names: Sequence[str], one: DataFile) -> Sample:
     """Return the first rows of a data file, of columns that have the same names in it."""
-    with _reading(one), table.io.new_input(one.file_path).open() as stream, open_parquet(stream, ()) as parquet:
-        found = [name for name in names if name in parquet.schema_arrow.names]
-        rows = next(parquet.iter_batches(batch_size=_SAMPLED_ROWS, columns=found), None)
-    return {} if rows is None else {name: rows.column(name) for name in rows.schema.names}
+    with _reading(one), table.io.new_input(one.file_path).open() as stream:
+        opened = open_file(one.file_path, stream, ())
+        found = [name for name in names if name in opened.footer.schema.names]
+        if not found or not opened.footer.rows:
+            return {}
+        rows = opened.read(0, found).slice(0, _SAMPLED_ROWS)
+    return {name: rows[name].combine_chunks() for name in found}
 
 
 def _bounds(field: ice.NestedField, files: Sequence[DataFile]) -> tuple[Any, Any] | None:
@@ -157,12 +160,9 @@ def _check_readable(table: Table, columns: Sequence[str], one: DataFile) -> None
     schema, mapping = table.schema(), name_mapping_of(table)
     keys = {field.source_id: None for field in table.spec().fields}  # which may be in no file
     try:
-        with (
-            _reading(one),
-            table.io.new_input(one.file_path).open() as stream,
-            open_parquet(stream, schema.fields) as parquet,
-        ):
-            FileColumns.of(parquet.schema_arrow, schema, columns, name_mapping=mapping, partition_values=keys)
+        with _reading(one), table.io.new_input(one.file_path).open() as stream:
+            found = open_file(one.file_path, stream, schema.fields).footer.schema
+        FileColumns.of(found, schema, columns, name_mapping=mapping, partition_values=keys)
     except UnsupportedColumn as err:
         raise UnsupportedColumn(f"{err}, or name other columns with --columns") from err
 
@@ -172,7 +172,7 @@ def _reading(one: DataFile) -> Iterator[None]:
     try:
         yield
     except (OSError, ArrowException) as err:
-        raise DataFileUnreadable(f"expected a Parquet file at {one.file_path!r}, found {err}: restore it") from err
+        raise DataFileUnreadable(f"expected a data file at {one.file_path!r}, found {err}: restore it") from err
 
 
 def check_free(folder: Path, run: str) -> None:
