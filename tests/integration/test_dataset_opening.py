@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from dlac_pipeline.elastic.ranks.this_process import READER_VARIABLE
 from dlac_pipeline.extensions.dataset import as_batch, open_dataset
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.plan.slots import DataCoordinate
@@ -76,6 +77,18 @@ def test_stale_variables_are_logged(
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
     datasets.open("rows")
     assert not caplog.records
+
+
+def test_shared_readers_name_their_share(datasets: Datasets, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under torch.distributed ranks with one share would read different rows, so that the share has to be named."""
+    for name, value in {"RANK": "3", "WORLD_SIZE": "4", READER_VARIABLE: "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert datasets.open("rows").coordinate == DataCoordinate(1, 2)
+    for name, answer in {"is_initialized": True, "get_rank": 3, "get_world_size": 4}.items():
+        monkeypatch.setattr(torch.distributed, name, lambda *_, found=answer: found)
+    with pytest.raises(SpecInvalid, match=r"pass rank=1 and world_size=2"):
+        datasets.open("rows")
+    assert datasets.open("rows", rank=1, world_size=2).coordinate == DataCoordinate(1, 2)
 
 
 @pytest.mark.parametrize("kind", [np.int64, np.uint8, torch.tensor])

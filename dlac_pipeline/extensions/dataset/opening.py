@@ -12,7 +12,7 @@ import torch.distributed as dist
 from pydantic import BaseModel
 
 from dlac_pipeline.checkpoint.collectives import RankTree
-from dlac_pipeline.elastic.ranks.this_process import this_process
+from dlac_pipeline.elastic.ranks.this_process import READER_VARIABLE, this_process
 from dlac_pipeline.extensions.dataset.batches import ABOUT, LAST_BATCHES, LastBatch
 from dlac_pipeline.extensions.dataset.dataset import DlacDataset
 from dlac_pipeline.extensions.dataset.state import check_requested, read_state
@@ -193,9 +193,16 @@ def _check_share(coordinate: DataCoordinate, batch_size: int) -> None:
 
 def _own_share() -> DataCoordinate:
     """Return the share of this process. Raises `SpecInvalid` if RANK or WORLD_SIZE is no number."""
-    if dist.is_initialized():
-        return DataCoordinate(dist.get_rank(), dist.get_world_size())
-    return this_process().coordinate
+    if not dist.is_initialized():
+        return this_process().coordinate
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    each = this_process().per_reader if READER_VARIABLE in os.environ else 1
+    if each > 1:
+        raise SpecInvalid(
+            f"expected the share as rank and world_size of open_dataset(), because {READER_VARIABLE} lets {each} ranks read "
+            f"one, found none: pass rank={rank // each} and world_size={ranks // each} here"
+        )
+    return DataCoordinate(rank, ranks)
 
 
 def _log_share(coordinate: DataCoordinate) -> None:
