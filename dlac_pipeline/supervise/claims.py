@@ -5,6 +5,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from dlac_pipeline.elastic.ranks.this_process import READER_VARIABLE
 from dlac_pipeline.lakehouse.config import sqlite_file
 from dlac_pipeline.lakehouse.errors import NoSuchJobSpec, SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
@@ -37,6 +38,12 @@ def _resumes(path: Path, attempt: int) -> bool:
 def trained_attempts(rows: Sequence[LedgerRow]) -> list[int]:
     """Return the attempts that were launched to train, oldest first."""
     return [row.attempt for row in rows if isinstance(row, ClaimRow) and row.trains]
+
+
+def ranks_of_attempt(lakehouse: Lakehouse, rows: Sequence[LedgerRow], run: str, attempt: int) -> tuple[int, int]:
+    """Return the ranks of an attempt, and the shares that they read, by its job spec. Raises as `spec_of_attempt`."""
+    launch = spec_of_attempt(lakehouse, rows, run, attempt).launch
+    return launch.world_size, launch.world_size // int(launch.env.get(READER_VARIABLE, "1"))
 
 
 def spec_of_attempt(lakehouse: Lakehouse, rows: Sequence[LedgerRow], run: str, attempt: int) -> JobSpec:

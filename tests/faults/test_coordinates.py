@@ -14,6 +14,7 @@ from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.elastic.ranks.this_process import READER_VARIABLE
 from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow, ClaimRow
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
+from dlac_pipeline.supervise.claims import ranks_of_attempt
 from dlac_pipeline.supervise.steps.step_rows import StepRows
 
 if TYPE_CHECKING:
@@ -77,6 +78,16 @@ def test_ranks_of_a_coordinate_count_once(documents: Arena) -> None:
     assert [row.to_json() | {"rank": 0} for row in steps.of(1, rank=1)] == [
         row.to_json() for row in steps.of(1, rank=0)
     ]
+
+
+def test_lost_steps_have_readers(documents: Arena) -> None:
+    """The job spec of an attempt shows how many ranks read one share of a step that no checkpoint has."""
+    folder = documents.home / "lost"
+    folder.mkdir()
+    job = spec(documents, "lost", world_size=4, per_reader=2)
+    (folder / "spec.json").write_text(job.model_dump_json())
+    claims = [ClaimRow(attempt=1, launch_folder=str(folder))]
+    assert ranks_of_attempt(documents.lakehouse, claims, "lost", 1) == (4, 2)
 
 
 def _consumed(arena: Arena, run: str) -> int:

@@ -15,7 +15,7 @@ from dlac_pipeline.plan.legs.committed_leg import leg_of
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.order import ReaderState
 from dlac_pipeline.plan.source_order import Cursor
-from dlac_pipeline.supervise.claims import launch_folders_of, spec_of_attempt, trained_attempts
+from dlac_pipeline.supervise.claims import launch_folders_of, ranks_of_attempt, trained_attempts
 from dlac_pipeline.supervise.liveness.heartbeat import read_heartbeats
 
 
@@ -117,8 +117,8 @@ class CommittedSteps:
                 or (head_id != point.checkpoint_id and (head is None or head.attempt != attempt))
             ):
                 continue
-            ranks = spec_of_attempt(self._ledger.lakehouse, self.rows, self._run, attempt).launch.world_size
-            checkpoint = CheckpointRow(attempt=attempt, step=step, world_size=ranks, parent=head_id)
+            ranks, readers = ranks_of_attempt(self._ledger.lakehouse, self.rows, self._run, attempt)
+            checkpoint = CheckpointRow(attempt=attempt, step=step, world_size=ranks, readers=readers, parent=head_id)
             return self._as_trained(step, Leg.from_json(point.leg), checkpoint, head)
         return self.find(step)
 
