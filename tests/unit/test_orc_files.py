@@ -21,3 +21,12 @@ def test_unread_timestamps_may_be_any() -> None:
     opened = open_file("f.orc", pa.BufferReader(sink.getvalue()), ())
     assert list(opened.footer.rows) == [2, 2, 2]
     assert opened.read_all(["name"])["name"].to_pylist() == list("abcdef")
+
+
+def test_equal_values_have_their_width() -> None:
+    """A stripe of equal numbers, which takes a few bytes in the file, counts as large as it is in memory."""
+    sink = io.BytesIO()
+    orc.write_table(pa.table({"n": pa.array([7] * 10_000, pa.int64())}), sink, compression="zstd")
+    opened = open_file("f.orc", pa.BufferReader(sink.getvalue()), ())
+    assert len(sink.getvalue()) < 1_000
+    assert opened.footer.bytes_of(0) == 80_000

@@ -23,10 +23,12 @@ class OrcFooter:
         """Columns of the file."""
         self.rows = _rows_of_stripes(file)
         """Rows of each stripe."""
-        self._row_bytes = file.content_length / max(1, file.nrows)
+        stored = file.content_length / max(1, file.nrows)
+        # equal values take almost nothing in the file, and their whole width in memory
+        self._row_bytes = max(stored, sum(_bits(field.type) or 0 for field in self.schema) / 8)
 
     def bytes_of(self, unit: int) -> int:
-        """Return about the bytes of a stripe in the file, by its share of the rows."""
+        """Return about the bytes of a stripe, by its share of the rows: those in the file, or of columns of fixed width."""
         return int(self.rows[unit] * self._row_bytes)
 
     def bounds(self, unit: int, column: str, wanted: pa.DataType) -> Bounds | None:
@@ -64,10 +66,15 @@ def _rows_of_stripes(file: ORCFile) -> Sequence[int]:
 
 def _cost(kind: pa.DataType) -> tuple[bool, bool, int]:
     # timestamps last: one outside of the range would refuse the file, even where the column is not read
+    return pa.types.is_nested(kind), pa.types.is_timestamp(kind), _bits(kind) or 1 << 30
+
+
+def _bits(kind: pa.DataType) -> int | None:
+    """Return the bits of a value, or None for values that differ in their length."""
     try:
-        return pa.types.is_nested(kind), pa.types.is_timestamp(kind), int(kind.bit_width)
-    except ValueError:  # of values that differ in their length
-        return pa.types.is_nested(kind), False, 1 << 30
+        return int(kind.bit_width)
+    except ValueError:
+        return None
 
 
 def _with_id(field: pa.Field) -> pa.Field:
