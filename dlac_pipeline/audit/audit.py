@@ -201,7 +201,7 @@ def _problem_of_file(io: FileIO, path: str, units: list[dict[str, Any]], expired
     try:
         with io.new_input(path).open() as stream:
             counts = open_file(path, stream, ()).footer.rows
-    except (OSError, pa.ArrowInvalid) as err:
+    except (OSError, pa.ArrowException) as err:
         if isinstance(err, FileNotFoundError) and expired.issuperset(unit["plan_id"] for unit in units):
             return None
         groups = len({unit["row_group"] for unit in units})

@@ -20,6 +20,7 @@ from pyiceberg.typedef import Record
 from pyiceberg.types import FloatType, ListType, LongType, NestedField, StringType
 
 from dlac_pipeline.audit.audit import audit_run
+from dlac_pipeline.extensions.formats.orc_files import Orc
 from dlac_pipeline.extensions.registration.new_project import find_trainable
 from dlac_pipeline.lakehouse.errors import BadInput, DataFileUnreadable
 from dlac_pipeline.lakehouse.files.open_file import FILES, format_of, open_file
@@ -164,6 +165,19 @@ def test_training_is_exact_and_audited(arena: Arena, suffix: str) -> None:
     assert f"data-1.{suffix}" in str(audit_run(arena.lakehouse, "r").to_json())
     with pytest.raises(DataFileUnreadable, match=rf"data-1\.{suffix}"):
         arena.train(arena.spec("again", world_size=1, passes=1, batch_size=8))
+
+
+@pytest.mark.parametrize("error", [OSError, pa.ArrowNotImplementedError])
+def test_audit_names_undecodable_file(arena: Arena, monkeypatch: pytest.MonkeyPatch, error: type[Exception]) -> None:
+    """A format that cannot read a planned file any more makes a finding of the audit, by any error of the contract."""
+    table_of(arena, "orc")
+    arena.train(arena.spec("r", world_size=1, passes=1, batch_size=8))
+
+    def fail(*_: object) -> None:
+        raise error("a new type")
+
+    monkeypatch.setattr(Orc, "read_footer", fail)
+    assert "a new type" in str(audit_run(arena.lakehouse, "r").to_json())
 
 
 def test_project_is_made_of_table(arena: Arena, suffix: str) -> None:
