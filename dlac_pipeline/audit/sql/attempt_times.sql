@@ -15,7 +15,7 @@ CREATE OR REPLACE VIEW attempt_times AS
 WITH
 -- Rows of one run come from several nodes: seq orders them, and a clock that is behind does not turn time back.
 signs AS (
-    SELECT run, seq, kind, attempt, checkpoint_id, parent, step, head_after, claim,
+    SELECT run, seq, kind, attempt, checkpoint_id, parent, step, head_after, claim, reason,
         max(epoch_us(committed_at)) OVER (PARTITION BY run ORDER BY seq) AS at_us
     FROM consumption
     WHERE kind IN ('claim', 'checkpoint', 'finish')
@@ -41,8 +41,8 @@ remembered AS (
 ),
 taken AS (
     SELECT c.run, c.attempt, c.seq, c.step - coalesce(p.step, 0) AS steps, l.checkpoint_id IS NOT NULL AS survives,
-        coalesce(k.reason IN ('end', 'left', 'nodes', 'SIGTERM', 'SIGUSR1', 'termination_url', 'launcher'), false) AS exits,
-        k.reason = 'nodes' AS rescales,
+        coalesce(c.reason IN ('end', 'left', 'nodes', 'SIGTERM', 'SIGUSR1', 'termination_url', 'launcher'), false) AS exits,
+        c.reason = 'nodes' AS rescales,
         -- In synchronous mode training waits from the beginning to the commit, else until the state is copied.
         c.at_us - (1e6 * (coalesce(k.write_s, 0) + coalesce(k.seal_s, 0) + coalesce(k.vote_s, 0)))::BIGINT AS copied_us,
         copied_us - (1e6 * coalesce(k.stall_s, 0))::BIGINT AS begun_us,

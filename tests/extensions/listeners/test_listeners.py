@@ -100,7 +100,9 @@ def test_listeners_change_no_loss(listened: Listened) -> None:
     log = launch.stderr
     assert log.count("RuntimeError: no room") == 1
     assert re.search(r"'raises' ended: [1-9]\d* errors, ", log)
-    assert re.search(r"'hangs' did not end in time: 0 errors, .*, [1-9]\d* events left", log)
+    # on a busy machine the launch kills the process before it has reported the listener that hangs
+    reported = re.search(r"'hangs' did not end in time: 0 errors, .*, [1-9]\d* events left", log)
+    assert reported or "the listeners of run 'listened' did not end in time, and are killed" in log
 
 
 def test_other_listeners_receive_all_events(listened: Listened) -> None:

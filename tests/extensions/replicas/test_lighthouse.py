@@ -24,8 +24,8 @@ from tests.process.test_launch import spec_of
 
 def test_hung_lighthouse_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is stopped still accepts connections. It is killed and started again, and the new one answers."""
-    monkeypatch.setattr(lighthouse, "_LOOK_S", 0.1)
-    monkeypatch.setattr(lighthouse, "_ANSWERS_WITHIN_S", 1.0)
+    monkeypatch.setattr(lighthouse, "LOOK_S", 0.1)
+    monkeypatch.setattr(lighthouse, "ANSWERS_WITHIN_S", 1.0)
     served = Lighthouse(spec_of(tmp_path, "pass", replicas=2), tmp_path)
     served.start()
     try:
@@ -45,7 +45,7 @@ def test_hung_lighthouse_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_lighthouse_that_never_starts_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It hangs before it has written its address. The supervisor kills it, and so starts another one."""
-    monkeypatch.setattr(lighthouse, "_LOOK_S", 0.01)
+    monkeypatch.setattr(lighthouse, "LOOK_S", 0.01)
     monkeypatch.setattr(launch_spec, "LEAST_START_S", 0.2)
     spec = spec_of(tmp_path, "pass", replicas=2, hang_timeout_s=0.1)
     served, killed = Lighthouse(spec, tmp_path), threading.Event()
