@@ -118,7 +118,9 @@ def wait_for_spare(spec: JobSpec, ledger: str) -> None:
 
     def waits() -> bool:
         lease = sealed.read("lease").message
-        return lease is not None and lease["training"] and lease["ready"] > 0
+        if lease is None or lease["slots"] <= spec.launch.max_nodes:
+            return False  # the lease with which a round is formed counts its members as ready
+        return bool(lease["training"] and lease["ready"] > 0)
 
     wait_until(waits, what="a spare at the rendezvous")
 
