@@ -48,8 +48,8 @@ def format_of(path: str) -> FileFormat:
     return _format_of_suffix(_suffix_of(path))
 
 
-def is_readable(path: str) -> bool:
-    """Return True if a format other than Parquet is installed for the suffix of a file's name."""
+def has_installed_format(path: str) -> bool:
+    """Return True if the suffix of a file's name is that of an installed format, which Parquet is not."""
     return format_of(path) is not PARQUET
 
 

@@ -149,8 +149,10 @@ class FileColumns:
 
     def bounds(self, footer: Footer, unit: int) -> dict[str, Bounds]:
         """Return the file's statistics of those columns, by name, that are in the file and not nested."""
-        known = [each for each in self._columns if each.in_file is not None and not pa.types.is_nested(each.found)]
-        found = {each.field.name: footer.bounds(unit, each.in_file or "", each.wanted) for each in known}
+        found = {}
+        for column in self._columns:
+            if column.in_file is not None and not pa.types.is_nested(column.found):
+                found[column.field.name] = footer.bounds(unit, column.in_file, column.wanted)
         return {name: bounds for name, bounds in found.items() if bounds is not None}
 
 

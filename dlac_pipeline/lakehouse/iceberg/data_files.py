@@ -21,7 +21,7 @@ from pyiceberg.table import Table
 from pyiceberg.transforms import IdentityTransform
 
 from dlac_pipeline.lakehouse.errors import DataFileUnreadable, UnsupportedDeletes, UnsupportedSnapshot
-from dlac_pipeline.lakehouse.files.open_file import is_readable
+from dlac_pipeline.lakehouse.files.open_file import has_installed_format
 from dlac_pipeline.lakehouse.filters.conditions import ALWAYS, Condition, Constant, Known
 from dlac_pipeline.lakehouse.filters.facts import UNKNOWN, Facts, both, of_counts, of_partition, of_summary
 from dlac_pipeline.lakehouse.filters.literals import from_bytes
@@ -257,7 +257,7 @@ class _Deletes:
 
 def _live_file(entry: ManifestEntry, deletes: _Deletes, pruning: _Pruning) -> LiveFile:
     file, sequence_number = entry.data_file, entry.sequence_number or 0
-    if file.file_format is not FileFormat.PARQUET and not is_readable(file.file_path):
+    if file.file_format is not FileFormat.PARQUET and not has_installed_format(file.file_path):
         raise DataFileUnreadable(
             f"expected data files in Parquet, or with the suffix of an installed format, found {file.file_format.value} at "
             f"{file.file_path!r}: rewrite the table as Parquet"
@@ -282,7 +282,11 @@ def _live_file(entry: ManifestEntry, deletes: _Deletes, pruning: _Pruning) -> Li
 
 def _delete_file(entry: ManifestEntry, specs: Mapping[int, PartitionSpec]) -> DeleteFile:
     file = entry.data_file
-    if file.file_format is not FileFormat.PARQUET and file[_OFFSET] is None and not is_readable(file.file_path):
+    if (
+        file.file_format is not FileFormat.PARQUET
+        and file[_OFFSET] is None
+        and not has_installed_format(file.file_path)
+    ):
         raise UnsupportedDeletes(
             f"expected deletion vectors, or delete files in Parquet or with the suffix of an installed format, found "
             f"{file.file_format.value} at {file.file_path!r}: compact the table, then plan again"
