@@ -9,7 +9,7 @@ TARGET = "y"  # predicted from the features
 
 
 def stack(batch, names):
-    """Return columns as one tensor [samples, columns]. asinh keeps large numbers small, and NaN becomes 0."""
+    """Return columns as one tensor [samples, columns]. asinh keeps large numbers small. Null and NaN become 0."""
     return torch.stack([torch.asinh(batch[name].double().nan_to_num()).float() for name in names], dim=1)
 
 

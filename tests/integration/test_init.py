@@ -160,6 +160,17 @@ def test_project_has_expected_files(folder: Path, here: Command) -> None:
     assert "dlac train project/job.toml" in made.stdout
 
 
+def test_quickstart_shows_written_files(folder: Path, here: Command) -> None:
+    """The quickstart's job file and script are those that the command writes for its points."""
+    example = Path(__file__).parents[2] / "examples" / "quickstart"
+    Path("points").mkdir()
+    pq.write_table(pa.table({name: pa.array([1.5] * _ROWS, pa.float32()) for name in "xy"}), "points/0.parquet")
+    made = here("init", "points", "--run", "first")
+    assert made.returncode == 0, made.stderr
+    for name in ("job.toml", "train.py"):
+        assert (folder / name).read_text() == (example / name).read_text()
+
+
 def test_existing_files_are_kept(folder: Path, here: Command) -> None:
     """A folder with one of the files is refused by its name, and nothing is written or registered."""
     (folder / "job.toml").write_text("mine")
