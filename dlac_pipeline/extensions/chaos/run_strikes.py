@@ -82,7 +82,7 @@ class RunStrikes:
             self._job.forget_memory(number)
             return struck_now(f"SIGKILL to the {name} and its ranks", at, supervisor, *ranks)
         if planned.kind == "supervisor":
-            return struck_now(f"SIGKILL to the {name}", send_signal([supervisor], signal.SIGKILL), supervisor, *ranks)
+            return struck_now(f"SIGKILL to the {name}", self._nodes.kill_supervisor(number), supervisor, *ranks)
         if has_others:  # SIGTERM to its supervisor would stop the run on all nodes
             at = send_signal(ranks[:1], signal.SIGUSR1)
             return struck_now(f"SIGUSR1 to a rank of node {number}", at, supervisor, *ranks)

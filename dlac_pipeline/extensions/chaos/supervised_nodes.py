@@ -1,6 +1,7 @@
 """The nodes of a run on this node: a supervisor each, started again when one ends, as an orchestrator does."""
 
 import secrets
+import signal
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import psutil
 from dlac_pipeline.extensions.chaos.chaos_job import ChaosJob
 from dlac_pipeline.extensions.chaos.ending_signals import signals_held
 from dlac_pipeline.extensions.chaos.node_process import NodeProcess
+from dlac_pipeline.extensions.chaos.strikes import send_signal
 from dlac_pipeline.lakehouse.errors import LeftUnfinished, RunFinished, TrainingFailed, error_class, error_from_kind
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.liveness.heartbeat import read_heartbeats
@@ -20,6 +22,8 @@ _POLL_S = 0.05
 _NOTICED_BY = "dlac chaos"
 _OLD_LAUNCH_S = 30.0
 """Seconds for the ranks of a killed supervisor to end: they hold the lock of the run's folder no longer then."""
+
+_ORPHANS_END_WITHIN_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +58,7 @@ class SupervisedNodes:
         self._job, self._folder = job, folder
         self._id = f"chaos-{secrets.token_hex(4)}"
         self._attempt = self._started = 0
+        self._orphans: list[psutil.Process] = []
         self._launches = Path(job.spec.checkpoint.local) / job.spec.run
 
     def start(self) -> None:
@@ -101,11 +106,19 @@ class SupervisedNodes:
         """Return the last events and lines of each supervisor."""
         return "\n".join(node.last_lines() for node in self.running.values())
 
+    def kill_supervisor(self, number: int) -> float:
+        """SIGKILL the supervisor of a node, and return the time. The processes that it has started end by themselves."""
+        supervisor = self.running[number].supervisor
+        self._orphans += supervisor.children(recursive=True)
+        return send_signal([supervisor], signal.SIGKILL)
+
     def close(self) -> None:
-        """Kill all nodes."""
+        """Kill all nodes, and the processes of killed supervisors that have not ended yet."""
         with signals_held():
             for node in self.running.values():
                 node.close()
+            send_signal(self._orphans, signal.SIGKILL)
+            psutil.wait_procs(self._orphans, timeout=_ORPHANS_END_WITHIN_S)
 
     def _start(self, number: int, request: Request) -> None:
         self._started += 1
