@@ -24,6 +24,7 @@ from benchmarks.pairs_lab import factors
 from benchmarks.pairs_lab.course import try_combination, why_skipped
 from benchmarks.pairs_lab.factors import Combination
 from benchmarks.pairs_lab.scene import IMPORTED_BY_INITIALIZE
+from dlac_pipeline.extensions.replicas.rank import SETTINGS
 from tests.forked import MORE_IMPORTS, fork_the_fork_server
 
 
@@ -53,7 +54,7 @@ def main() -> None:
         each for each in listed[chosen.first :] if all(word in factors.text_of(each) for word in chosen.only.split())
     ]
     os.environ[MORE_IMPORTS] = f"deepspeed,{IMPORTED_BY_INITIALIZE},torchft,safetensors.torch"
-    os.environ["DS_ACCELERATOR"] = "cpu"
+    os.environ |= {"DS_ACCELERATOR": "cpu", **SETTINGS}  # torchft, which is imported once for all, reads RUST_LOG then
     fork_the_fork_server()
     with ThreadPoolExecutor(chosen.jobs) as pool:
         tried = list(pool.map(lambda each: _try(each, chosen.seed, chosen.keep), listed))
