@@ -28,13 +28,13 @@ import numpy as np
 import pyarrow as pa
 
 from benchmarks.figures import Figure, report
-from dlac_pipeline.checkpoint.spikes import find_spikes
+from dlac_pipeline.extensions.replay.loss_spikes import find_spikes
 from dlac_pipeline.extensions.replay.spike import explain_spike
+from dlac_pipeline.extensions.replay.step_rows import StepRows
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
 from dlac_pipeline.spec.launch_request import Request
-from dlac_pipeline.supervise.steps.step_rows import StepRows
 from dlac_pipeline.supervise.supervisor import Supervisor
 
 _LENGTH, _BATCH, _EVERY = 64, 16, 10

@@ -2,7 +2,7 @@
 
 The plan has 655,360 row groups of 8,192 rows (10 TB in row groups of 16 MB), the run 1,024 key groups, a global batch of 8,192,
 and a checkpoint every 300 steps. Units and ledger are synthetic, and written to a lakehouse. Random steps are computed by
-`supervise/steps/step_rows.py` in one process, and compared with SQL over the table `slices`, which repeats the order in integers
+`extensions/replay/step_rows.py`, and compared with SQL over the table `slices`, which repeats the order in integers
 and uses none of its code. `dlac rows RUN --step N --json` is timed as a process, from its start to its end. The ledger has no row
 per step: `ledger_growth` is what the ledger grew by while steps were asked for.
 """
@@ -27,6 +27,7 @@ from pyiceberg.io.pyarrow import schema_to_pyarrow
 
 from benchmarks.figures import Figure, report
 from benchmarks.state import bytes_on_disk, leg_of_tokens, source_of_tokens, write_plan_elsewhere
+from dlac_pipeline.extensions.replay.step_rows import StepRows
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.lakehouse.ledger.plans import read_units
@@ -35,7 +36,6 @@ from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow, L
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.plan import unit_table
 from dlac_pipeline.plan.slices import write_cut
-from dlac_pipeline.supervise.steps.step_rows import StepRows
 
 _RUN, _EVERY, _RANKS = "large", 300, 128
 _DLAC = Path(sys.executable).with_name("dlac")

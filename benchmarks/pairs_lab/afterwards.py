@@ -20,12 +20,12 @@ from dlac_pipeline.extensions.erasure.execution import execute_forget
 from dlac_pipeline.extensions.erasure.seen import who_has_seen
 from dlac_pipeline.extensions.exchange.export import export_weights
 from dlac_pipeline.extensions.rebuild.rebuild import rebuild_ledger
+from dlac_pipeline.extensions.replay.step_rows import StepRows
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
-from dlac_pipeline.supervise.steps.step_rows import StepRows
 from tests.forked import Forked
 
 _ASKED = 4

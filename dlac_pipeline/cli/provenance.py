@@ -16,8 +16,8 @@ from dlac_pipeline.lakehouse.plain_json import strict_json
 if TYPE_CHECKING:
     import duckdb
 
+    from dlac_pipeline.extensions.replay.step_rows import StepRow
     from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
-    from dlac_pipeline.supervise.steps.step_rows import StepRow
 
 app = typer.Typer()
 _TEXT_LENGTH = 80
@@ -65,7 +65,7 @@ def sql(
     def ask(connection: duckdb.DuckDBPyConnection) -> tuple[list[str], list[Any]]:
         with connection:
             if "rows_of_step" in query.casefold():
-                from dlac_pipeline.supervise.steps.step_rows import define_rows_of_step
+                from dlac_pipeline.extensions.replay.step_rows import define_rows_of_step
 
                 define_rows_of_step(connection, lakehouse, query, lambda run: ui.given_spec(run, spec, home))
             return _answer(connection, lakehouse, query, allow_files)
@@ -139,7 +139,7 @@ def rows(
     as_json: ui.AsJson = False,
 ) -> None:
     """List the rows of a committed step, with the rank and node that trained on each: computed from the order, logged nowhere."""
-    from dlac_pipeline.supervise.steps.step_rows import StepRows
+    from dlac_pipeline.extensions.replay.step_rows import StepRows
 
     lakehouse = ui.lakehouse_of(spec, home)
     mine = StepRows(lakehouse, run, spec=ui.given_spec(run, spec, home)).of(step, rank=rank, column=text)

@@ -14,6 +14,7 @@ from dlac_pipeline.checkpoint.manager import Committed
 from dlac_pipeline.checkpoint.rng import seed_rng
 from dlac_pipeline.checkpoint.step_sync import StepSync
 from dlac_pipeline.elastic.ranks.communicator import Communicator
+from dlac_pipeline.extensions.replay.spike_check import SpikeCheck
 from dlac_pipeline.memory_states.save import MemorySaves
 from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.spec.job_spec import JobSpec
@@ -22,7 +23,6 @@ from dlac_pipeline.supervise.liveness.heartbeat_writer import HeartbeatWriter
 from dlac_pipeline.train.checkpoint_policy import CheckpointPolicy
 from dlac_pipeline.train.open_attempt import OpenAttempt
 from dlac_pipeline.train.restored_state import RestoredGenerators, load_state
-from dlac_pipeline.train.spike_check import SpikeCheck
 
 
 def prepare_process(spec: JobSpec) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from dlac_pipeline.extensions.replay.sample_rows import undecoded_streams
 from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.read.group import GroupReader, GroupSlots
 from dlac_pipeline.read.packing import Stream
-from dlac_pipeline.read.step_rows import undecoded_streams
 from tests.legs import leg_of, source_of, units_of
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from dlac_pipeline.checkpoint.collectives import RankTree
+from dlac_pipeline.extensions.replay.spike_check import SampleLosses, SpikeCheck
 from dlac_pipeline.read.batch import Batch
-from dlac_pipeline.train.spike_check import SampleLosses, SpikeCheck
 
 NAN = float("nan")
 

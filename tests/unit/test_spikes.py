@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from dlac_pipeline.checkpoint.spikes import WINDOW, LossWindow, count_to_blame, find_spikes
+from dlac_pipeline.extensions.replay.loss_spikes import WINDOW, LossWindow, count_to_blame, find_spikes
 
 NAN = math.nan
 

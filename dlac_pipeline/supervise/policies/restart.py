@@ -161,7 +161,9 @@ class RestartPolicy:
 
     def _spiked(self, failure: Failure, leg: Leg | None) -> Sequence[Unreadable]:
         """Return the rows to blame for a loss spike, by the samples that the ranks named."""
-        from dlac_pipeline.supervise.steps.step_rows import StepRows  # it imports DuckDB, which costs each launch time
+        from dlac_pipeline.extensions.replay.step_rows import (
+            StepRows,  # it imports DuckDB, which costs each launch time
+        )
 
         steps = StepRows(self._plans.lakehouse, self._spec.run, spec=self._spec)
         found = defaultdict[tuple[str, int], set[int]](set)

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from dlac_pipeline.extensions.replay.step_rows import StepRows
 from dlac_pipeline.lakehouse.errors import NoSuchColumn, SpecInvalid
-from dlac_pipeline.supervise.steps.step_rows import StepRows
 from tests.fixtures import Command, Lake
 
 

@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 
+from dlac_pipeline.extensions.replay.step_rows import StepRow, StepRows
 from dlac_pipeline.lakehouse.errors import NoSuchJobSpec
 from dlac_pipeline.spec.job_spec import read_spec
-from dlac_pipeline.supervise.steps.step_rows import StepRow, StepRows
 from tests.integration import audit_runs
 from tests.integration.audit_runs import Workshop, tokens_of
 

@@ -10,10 +10,10 @@ import pytest
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.checkpoint.store import folder_of
 from dlac_pipeline.dagster.assets.pages import model_page
+from dlac_pipeline.extensions.replay.step_rows import StepRows
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
 from dlac_pipeline.lakehouse.ledger.typed_rows import ClaimRow, MembershipRow
-from dlac_pipeline.supervise.steps.step_rows import StepRows
 from tests.extensions.replicas.replica_runs import STEPS, Trained, launch_groups, train
 from tests.integration.test_cli import dlac
 

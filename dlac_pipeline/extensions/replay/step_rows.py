@@ -10,6 +10,8 @@ import duckdb
 import numpy as np
 import pyarrow as pa
 
+from dlac_pipeline.extensions.replay.committed_steps import CommittedStep, CommittedSteps, start_of
+from dlac_pipeline.extensions.replay.sample_rows import SampleRow, sample_rows, undecoded_streams
 from dlac_pipeline.lakehouse.errors import NoSuchColumn, SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.iceberg.snapshots import check_same_table
@@ -20,10 +22,8 @@ from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.plan.slots import DataCoordinate, reader_of
 from dlac_pipeline.read.blocks import BlockDecoder, open_decoder
 from dlac_pipeline.read.prefetch import Prefetcher
-from dlac_pipeline.read.step_rows import SampleRow, sample_rows, undecoded_streams
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.claims import spec_of_attempt
-from dlac_pipeline.supervise.steps.committed_steps import CommittedStep, CommittedSteps, start_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,9 +10,16 @@ import numpy as np
 import torch
 
 from dlac_pipeline.checkpoint.collectives import RankTree, failing_together
-from dlac_pipeline.checkpoint.spikes import FACTOR, WINDOW, LossWindow, count_to_blame, finite_or_inf, recorded_losses
 from dlac_pipeline.checkpoint.step_sync import MAX_STEPS, StepSync
 from dlac_pipeline.elastic.ranks.rank import LAUNCH_VARIABLE
+from dlac_pipeline.extensions.replay.loss_spikes import (
+    FACTOR,
+    WINDOW,
+    LossWindow,
+    count_to_blame,
+    finite_or_inf,
+    recorded_losses,
+)
 from dlac_pipeline.lakehouse.errors import LossSpiked, ScriptInvalid
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow

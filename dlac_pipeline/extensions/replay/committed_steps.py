@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from dlac_pipeline.checkpoint.restore.resume_point import resume_point_of
-from dlac_pipeline.checkpoint.spikes import recorded_losses
+from dlac_pipeline.extensions.replay.loss_spikes import recorded_losses
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
