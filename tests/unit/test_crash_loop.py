@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from dlac_pipeline.elastic.ranks.processes import HANG
+from dlac_pipeline.extensions.poison.poison_rows import CrashLoop
 from dlac_pipeline.supervise.failure import Failure, first_cause
-from dlac_pipeline.supervise.policies.poison_rows import CrashLoop
 from dlac_pipeline.supervise.ranks.all_ranks import LOST
 from dlac_pipeline.supervise.ranks.local_ranks import Exit
 

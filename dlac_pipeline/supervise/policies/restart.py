@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import NoReturn
 
+from dlac_pipeline.extensions.poison.poison_rows import CrashLoop, damaged_row_group, rows_in_hand, unreadable_rows
 from dlac_pipeline.lakehouse import errors
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS
@@ -15,7 +16,6 @@ from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.attempt import SupervisedAttempt
 from dlac_pipeline.supervise.claims import attempts_without_progress
 from dlac_pipeline.supervise.failure import STUCK, Failure
-from dlac_pipeline.supervise.policies.poison_rows import CrashLoop, damaged_row_group, rows_in_hand, unreadable_rows
 from dlac_pipeline.supervise.ranks.rank_events import Event
 from dlac_pipeline.supervise.recovery_recorder import RecoveryRecorder
 from dlac_pipeline.supervise.retry_policy import RETRY_WITHIN_S

@@ -1,0 +1,1 @@
+"""Poison rows: rows that kill ranks, and damaged row groups, are found and left out."""
