@@ -96,6 +96,7 @@ def test_place_ignores_message(tmp_path: Path) -> None:
         "raise type('Odd', (Exception,), {'__str__': lambda self: 1 / 0})()",
         "err = ValueError(); err.__context__ = err; raise err",
         "err = ValueError(); err.detail = {'rows': {1, 2}}; raise err",
+        "err = ValueError(); err.detail = 'as of a web framework'; raise err",
     ],
 )
 def test_any_exception_fits_record(tmp_path: Path, file: Path, statement: str) -> None:
@@ -106,6 +107,7 @@ def test_any_exception_fits_record(tmp_path: Path, file: Path, statement: str) -
     assert file.stat().st_size == RESERVED_BYTES
     assert record["kind"] == type(err).__name__
     assert record["where"].endswith(":3 in train")
+    assert record["detail"] == {}
 
 
 @pytest.mark.parametrize(

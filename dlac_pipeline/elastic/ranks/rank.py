@@ -209,7 +209,8 @@ def leave_reason(err: BaseException) -> None:
     if status is None:
         reason["kind"] = error_kind(err)
         reason["message"] = mask_secrets(text_of(err))[: RESERVED_BYTES // 8]
-        reason["detail"] = mask_setting("", json.loads(json.dumps(getattr(err, "detail", {}), default=repr)))
+        detail = getattr(err, "detail", {}) if isinstance(err, DlacError) else {}  # that of others may be of any type
+        reason["detail"] = mask_setting("", json.loads(json.dumps(detail, default=repr)))
     with reason_file(folder, this_process().rank_of_all).open("r+b") as stream:
         stream.write(_fit(reason).ljust(RESERVED_BYTES))
 
