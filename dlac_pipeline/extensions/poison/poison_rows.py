@@ -1,6 +1,6 @@
 """Poison rows: deaths at the same rows or at the same line of the script, and the rows that were in hand."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -121,9 +121,9 @@ def _manner_of(failure: Failure) -> str:
 
 
 def rows_in_hand(
-    plans: Plans, spec: JobSpec, leg: Leg, *, step: int, folder: Path, reason: str
-) -> tuple[Unreadable, ...]:
-    """Return the rows of the global batch of `step` by row group. An attempt with the launch `folder` had the batch in hand."""
+    plans: Plans, spec: JobSpec, leg: Leg, *, step: int, folder: Path
+) -> Mapping[tuple[str, int], set[int]]:
+    """Return the rows of the global batch of `step` by path and row group. `folder` is of an attempt that had it in hand."""
     units: dict[str, UnitTable] = {}
     for source, mine in zip(spec.sources, leg.sources, strict=True):
         units |= {name: plans.load(name, table=source.table).units for name in mine.start.plan_ids}
@@ -138,15 +138,7 @@ def rows_in_hand(
         cut = each.cut_of(pass_index)
         for unit, row in map(cut.block(group, block).place_of, positions):
             found.setdefault(cut.units.place(unit), set()).add(int(cut.units.first_row[unit]) + row)
-    return unreadable_rows(found, reason)
-
-
-def unreadable_rows(found: Mapping[tuple[str, int], Collection[int]], reason: str) -> tuple[Unreadable, ...]:
-    """Return rows to leave out, from their positions in the data file by path and row group."""
-    return tuple(
-        Unreadable(path=path, row_group=group, reason=reason, positions=tuple(sorted(rows)))
-        for (path, group), rows in sorted(found.items())
-    )
+    return found
 
 
 def _of_counted(order: LegOrder, step: int) -> Iterator[Positions]:

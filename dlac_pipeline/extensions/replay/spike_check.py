@@ -127,7 +127,7 @@ class SpikeCheck:
             self._warn(f"{found}, {without}: training continues")
             return
         err = LossSpiked(f"{found}, by {len(blamed)} of its samples: the next attempt leaves their rows out")
-        err.detail = {"step": step, "samples": blamed}
+        err.detail = {"policy": "spikes", "step": step, "samples": blamed}
         raise err
 
     def _find_blamed(self, step: int) -> list[tuple[int, int, int]]:

@@ -48,6 +48,11 @@ class RankError:
     traceback: str = ""
     """The frames of the user's code."""
 
+    @property
+    def policy(self) -> str:
+        """The entry of `dlac.row_policies` that finds the rows to blame for the error. Empty: the error names none."""
+        return str(self.detail.get("policy", ""))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exit(RankError):
