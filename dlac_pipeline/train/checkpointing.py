@@ -14,13 +14,13 @@ from dlac_pipeline.checkpoint.manager import Committed
 from dlac_pipeline.checkpoint.rng import seed_rng
 from dlac_pipeline.checkpoint.step_sync import StepSync
 from dlac_pipeline.elastic.ranks.communicator import Communicator
-from dlac_pipeline.extensions.replay.spike_check import SpikeCheck
 from dlac_pipeline.memory_states.save import MemorySaves
 from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.liveness.heartbeat import Phase
 from dlac_pipeline.supervise.liveness.heartbeat_writer import HeartbeatWriter
 from dlac_pipeline.train.checkpoint_policy import CheckpointPolicy
+from dlac_pipeline.train.loss_watch import open_watch
 from dlac_pipeline.train.open_attempt import OpenAttempt
 from dlac_pipeline.train.restored_state import RestoredGenerators, load_state
 
@@ -59,7 +59,7 @@ class Checkpointing:
         self._heartbeat = heartbeat
         self._write_event = write_event
         self._memory = MemorySaves(spec, attempt.point, communicator, attempt.tracker, attempt.manager, self._warn)
-        self.spikes = SpikeCheck(spec, attempt, communicator.tree, self._warn)
+        self.losses = open_watch(spec, attempt, communicator.tree, self._warn)
         on_nonfinite = "warn" if attempt.rehearses else spec.launch.on_nonfinite_loss
         self._finiteness = FinitenessCheck(spec.run, on_nonfinite, warn=self._warn)
 
@@ -177,7 +177,8 @@ class Checkpointing:
         self._heartbeat.record_loss(sync.step, sync.losses[-1])
         self._policy.on_sync(sync)
         self._memory.on_sync(sync)
-        self.spikes.check(sync, skipped=self._tracker.skipped)
+        if self.losses is not None:
+            self.losses.check(sync, skipped=self._tracker.skipped)
         self._finiteness.check_losses(sync, skipped=self._tracker.skipped)
 
     def _warn(self, message: str) -> None:

@@ -367,7 +367,7 @@ class TrainingRun:
         """Report the losses of a rehearsal. Nothing is committed."""
         self._checkpointing.receive_all()
         tracker = self._attempt.tracker
-        samples = self._checkpointing.spikes.gather(tracker.step)
+        samples = [] if self._checkpointing.losses is None else self._checkpointing.losses.gather(tracker.step)
         results = {"losses": tracker.losses, "skipped": tracker.skipped, "samples": samples}
         self._events.write({"event": "rehearsed", "step": tracker.step, **results})
         self._heartbeat.doing(Phase.DONE, tracker.step)
@@ -379,5 +379,6 @@ class TrainingRun:
             handed = self._heartbeat.handed(
                 batch, counted=self._attempt.order.counted, speaks=self._communicator.speaks
             )
-            yield self._checkpointing.spikes.watch(handed)
+            losses = self._checkpointing.losses
+            yield handed if losses is None else losses.watch(handed)
             self._heartbeat.reading()
