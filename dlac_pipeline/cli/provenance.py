@@ -1,7 +1,6 @@
-"""Questions about data: SQL, and the rows of a step."""
+"""Questions about data in SQL."""
 
 import sys
-from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,18 +9,18 @@ import typer
 from typer import Argument, Option
 
 from dlac_pipeline.cli import shared as ui
+from dlac_pipeline.lakehouse.doors import Door
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.plain_json import strict_json
 
 if TYPE_CHECKING:
     import duckdb
 
-    from dlac_pipeline.extensions.replay.step_rows import StepRow
     from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 
+MACROS = Door("dlac.macros", "macro")
+"""Entries define the macro of their name in a connection, for the calls in a query. The name is in lower case."""
 app = typer.Typer()
-_TEXT_LENGTH = 80
-_CELLS = ("rank", "node", "slot", "source_table", "file_path", "row_group", "row")
 
 
 @ui.command(
@@ -64,10 +63,10 @@ def sql(
 
     def ask(connection: duckdb.DuckDBPyConnection) -> tuple[list[str], list[Any]]:
         with connection:
-            if "rows_of_step" in query.casefold():
-                from dlac_pipeline.extensions.replay.step_rows import define_rows_of_step
-
-                define_rows_of_step(connection, lakehouse, query, lambda run: ui.given_spec(run, spec, home))
+            for name in MACROS.points():
+                if name in query.casefold():
+                    define = MACROS.load(name, setting="SQL")
+                    define(connection, lakehouse, query, lambda run: ui.given_spec(run, spec, home))
             return _answer(connection, lakehouse, query, allow_files)
 
     try:
@@ -120,56 +119,3 @@ def _json_value(value: object) -> object:
     if isinstance(value, Decimal):
         return int(value) if value == value.to_integral_value() else float(value)
     return str(value)
-
-
-@ui.command(
-    app,
-    ui.AUDIT,
-    "dlac rows my-run --step 4210",
-    "dlac rows my-run --step 4210 --rank 3 --text body",
-    "dlac rows my-run --step 4210 --json",
-)
-def rows(
-    run: ui.RunName,
-    step: Annotated[int, Option(help="Optimizer step, from 1.")],
-    rank: Annotated[int | None, Option(help="Only the rows of this rank.")] = None,
-    text: Annotated[str | None, Option(help="Column of the source whose values are shown too.")] = None,
-    home: ui.Home = None,
-    spec: ui.SpecOption = None,
-    as_json: ui.AsJson = False,
-) -> None:
-    """List the rows of a committed step, with the rank and node that trained on each: computed from the order, logged nowhere."""
-    from dlac_pipeline.extensions.replay.step_rows import StepRows
-
-    lakehouse = ui.lakehouse_of(spec, home)
-    mine = StepRows(lakehouse, run, spec=ui.given_spec(run, spec, home)).of(step, rank=rank, column=text)
-    if as_json:
-        sys.stdout.write(strict_json([each.to_json() for each in mine], default=str) + "\n")
-        return
-    show_step_rows(mine, text, {}, empty=f"rank {rank} trained no row in step {step}")
-
-
-def show_step_rows(
-    rows: "Sequence[StepRow]", text: str | None, first: Mapping[str, Sequence[str]], *, empty: str
-) -> None:
-    """Show rows of a step as a table. `first` are further columns, before these."""
-    names = [*first, "rank", "node", "slot", "table", "file", "row group", "row", "items", *([text] if text else ())]
-    cells = [
-        (
-            *(values[place] for values in first.values()),
-            *("" if (value := getattr(each, name)) is None else str(value) for name in _CELLS),
-            _items(each.first_item, each.end_item),
-            *([_start_of(str(each.value))] if text else ()),
-        )
-        for place, each in enumerate(rows)
-    ]
-    ui.show_table(names, cells, right=("loss", "rank", "slot", "row group", "row"), empty=empty)
-
-
-def _start_of(text: str) -> str:
-    return f"{line[: _TEXT_LENGTH - 1]}…" if len(line := " ".join(text.split())) > _TEXT_LENGTH else line
-
-
-def _items(first: int | None, end: int | None) -> str:
-    """Return which items of a row a sample has. Empty: all."""
-    return "" if first is None and end is None else f"{first or 0} to {'the end' if end is None else end}"
