@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dlac_pipeline.checkpoint.interval import Cost, Failures, Interval
+from dlac_pipeline.checkpoint.interval import Interval, open_interval
 from dlac_pipeline.checkpoint.manager import Committed
 from dlac_pipeline.checkpoint.restore.resume_point import FromMemory, ResumePoint
 from dlac_pipeline.checkpoint.step_sync import RankReport, StepSync
@@ -17,9 +17,6 @@ from dlac_pipeline.elastic.ranks.rank import leave_reason
 from dlac_pipeline.elastic.ranks.this_process import this_process
 from dlac_pipeline.lakehouse.errors import Preempted
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
-from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
-from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.launch_spec import NODES
 from dlac_pipeline.supervise.ranks.rank_events import EventWriter
@@ -66,18 +63,14 @@ class CheckpointPolicy:
         )
 
     def resumed(self, point: ResumePoint, lakehouse: Lakehouse) -> None:
-        """Note that training resumes here. Rank 0 looks up the cost of past checkpoints and the number of failures."""
+        """Note that training resumes here."""
         self._step, self.head_step = point.step, point.head_step
         self._head = point.checkpoint_id
         # The interval has begun with the checkpoint, in an attempt before this one.
         if isinstance(point, FromMemory) and point.step > point.head_step:
             self._age_s = max(0.0, time.time() - point.head_at)
         if self._rank == 0:
-            settings, run, cost, failures = self._spec.checkpoint, self._spec.run, None, Failures()
-            if settings.is_automatic:
-                rows = Ledger(lakehouse).rows(run, kinds=(ClaimRow, CheckpointRow))
-                cost, failures = Cost.of_rows(rows), Failures.of_rows(rows, recoveries_of(lakehouse, run))
-            self._interval = Interval(settings, time.monotonic(), cost=cost, failures=failures)
+            self._interval = open_interval(self._spec, lakehouse, time.monotonic())
 
     @property
     def is_asked(self) -> bool:

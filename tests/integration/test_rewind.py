@@ -13,9 +13,9 @@ import torch
 import dlac_pipeline
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.audit.lakehouse_sql import open_audit, rows_of
-from dlac_pipeline.checkpoint.interval import Failures
 from dlac_pipeline.checkpoint.listing import list_checkpoints
 from dlac_pipeline.checkpoint.store import folder_of
+from dlac_pipeline.extensions.auto_interval.auto_interval import Failures
 from dlac_pipeline.extensions.upkeep.pins import list_pins
 from dlac_pipeline.lakehouse.errors import (
     CheckpointDamaged,

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import math
 from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlac_pipeline.checkpoint.interval import Cost, Failures, Interval, choose_interval, daly_interval_s
+from dlac_pipeline.checkpoint.interval import Interval, open_interval
+from dlac_pipeline.extensions.auto_interval.auto_interval import (
+    AutomaticInterval,
+    Cost,
+    Failures,
+    choose_interval,
+    daly_interval_s,
+)
 from dlac_pipeline.lakehouse.ledger.recoveries import Recovery
 from dlac_pipeline.lakehouse.ledger.typed_rows import KINDS, LedgerRow
 from dlac_pipeline.spec.job_spec import CheckpointSpec
@@ -23,6 +31,12 @@ DAY_S = 86_400.0
 def settings(**changes: Any) -> CheckpointSpec:
     """Return settings of an automatic interval."""
     return CheckpointSpec(**{"every_steps": "auto", **changes})
+
+
+def fixed(**changes: Any) -> Interval:
+    """Return the clock of a job spec with a fixed interval, which reads no lakehouse."""
+    spec, lakehouse = SimpleNamespace(checkpoint=CheckpointSpec(**changes)), None
+    return open_interval(spec, lakehouse, 0.0)  # type: ignore[arg-type]  # as far as it reads them
 
 
 def row(kind: str, attempt: int, at_s: float, **values: Any) -> LedgerRow:
@@ -66,8 +80,6 @@ def test_first_term_is_youngs() -> None:
         ({"failed_after_s": 60.0}, Cost(lost_s=5.0, total_s=5.0), 45.0, "10% of the time at the most"),
         ({"failed_after_s": 60.0}, Cost(lost_s=0.1, total_s=30.0), 30.0, "as long as one takes"),
         ({"failed_after_s": 60.0}, Cost(lost_s=0.001, total_s=0.01), 2.0, "as often as ranks agree"),
-        ({"every_steps": None, "every_s": 30.0}, Cost(lost_s=1.0, total_s=1.0), 30.0, "spec"),
-        ({"every_steps": None}, None, math.inf, "spec"),
     ],
 )
 def test_interval_names_its_bound(changes: dict[str, Any], cost: Cost | None, interval_s: float, why: str) -> None:
@@ -116,7 +128,7 @@ def test_cost_is_read_from_row() -> None:
 
 def test_slower_steps_count_as_cost() -> None:
     """Ten steps of 1.5 s after a checkpoint, instead of 1 s, add 5 s to a stall of half a second."""
-    interval = Interval(settings(), 0.0, cost=None, failures=Failures())
+    interval = AutomaticInterval(settings(), 0.0, cost=None, failures=Failures())
     now = 0.0
     for _ in range(10):
         now += 1.0
@@ -135,17 +147,18 @@ def test_slower_steps_count_as_cost() -> None:
 
 def test_interval_is_due_once_per_period() -> None:
     """Every checkpoint restarts the clock, whatever its reason."""
-    interval = Interval(CheckpointSpec(every_s=30.0), 0.0, cost=None, failures=Failures())
+    interval = fixed(every_s=30.0)
     assert [interval.is_due(now) for now in (0.0, 29.9, 30.0, 31.0)] == [False, False, True, True]
     interval.taken(31.0)
     assert [interval.is_due(now) for now in (31.0, 60.9, 61.0)] == [False, False, True]
     assert interval.news() is None
-    assert interval.note()["interval_s"] == 30.0
+    assert interval.note() == {"interval_s": 30.0, "why": "as set in the job spec"}
+    assert fixed().note() == {}
 
 
 def test_similar_interval_is_not_reported() -> None:
     """A choice is reported if it is new, and if it differs from the last reported one by more than a tenth."""
-    interval = Interval(settings(), 0.0, cost=None, failures=Failures())
+    interval = AutomaticInterval(settings(), 0.0, cost=None, failures=Failures())
     assert interval.news() is not None
     assert interval.news() is None
     interval.committed(60.0, {"stall": 1.0, "total": 1.0})

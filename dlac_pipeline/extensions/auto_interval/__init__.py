@@ -1,0 +1,1 @@
+"""The interval between checkpoints that costs the least."""
