@@ -10,9 +10,11 @@ The word in brackets is the extra of the distribution that installs the packages
 """
 
 import ast
+import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cache
 from importlib.abc import InspectLoader
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
@@ -56,18 +58,31 @@ class Door:
 
         Raise `BadInput` as `find` does, and if the entry cannot be imported: a package is missing or too old, or it raises.
         """
-        point = self.find(name, setting=setting, others=others)
+        return self._import(self.find(name, setting=setting, others=others), setting)
+
+    def load_all(self) -> dict[str, Any]:
+        """Import all entries by name, once for each search path. Raise `BadInput` if one cannot be imported."""
+        return _load_all(self, tuple(sys.path))
+
+    def _import(self, point: EntryPoint, setting: str) -> Any:
         try:
             return point.load()
         except Exception as err:  # whatever a module of others raises
             kind = "" if isinstance(err, ImportError | AttributeError) else f"{type(err).__name__}: "
-            raise BadInput(f"expected {setting} = {name!r} to load, found {kind}{err}: {_install(point)}") from err
+            raise BadInput(
+                f"expected {setting} = {point.name!r} to load, found {kind}{err}: {_install(point)}"
+            ) from err
 
     def check(self, name: str, *, setting: str) -> None:
         """Raise `BadInput` as `find` does, or if a package that the entry imports is missing. Imports no package with code."""
         point = self.find(name, setting=setting)
         if missing := _missing_package(point.module):
             raise BadInput(f"expected the package {missing} for {setting}, found none: {_install(point)}")
+
+
+@cache
+def _load_all(door: Door, path: tuple[str, ...]) -> dict[str, Any]:
+    return {name: door._import(point, f"the {door.noun}") for name, point in door.points().items()}
 
 
 def _missing_package(module: str) -> str:

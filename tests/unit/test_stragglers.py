@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import time
 
+from dlac_pipeline.extensions.stragglers.stragglers import Straggler, Stragglers
 from dlac_pipeline.supervise.liveness.heartbeat import Phase, RankHeartbeat, Spent
-from dlac_pipeline.supervise.policies.stragglers import Straggler, Stragglers
 
 STEPS = 5
 

@@ -1,1 +1,1 @@
-"""Policies after a failed attempt: restart, poison rows, stragglers."""
+"""Policies after a failed attempt: restart, and rows to leave out."""

@@ -66,4 +66,4 @@ class RowPolicy(Protocol):
 
 def load_policies(context: RestartContext) -> dict[str, RowPolicy]:
     """Return the policies of all installed extensions by name."""
-    return {name: ROW_POLICIES.load(name, setting="the row policy")(context) for name in ROW_POLICIES.points()}
+    return {name: make(context) for name, make in ROW_POLICIES.load_all().items()}

@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
-from typing import Any
 
 from dlac_pipeline.supervise.liveness.heartbeat import RankHeartbeat
+from dlac_pipeline.supervise.ranks.rank_events import Event
 
 _PER_STEP = {"reading": "reading_us", "computing": "computing_us"}
 _EACH_TIME = {"checkpoint": "checkpoint_us", "loading": "loading_us"}
@@ -30,7 +30,7 @@ class Straggler:
     median_s: float
     """Median of all further ranks."""
 
-    def event(self) -> dict[str, Any]:
+    def event(self) -> Event:
         """Return the event for listeners."""
         factor = round(self.own_s / self.median_s, 2) if self.median_s > 0 else None
         per = " per step" if self.phase in _PER_STEP else ""
@@ -104,3 +104,14 @@ class Stragglers:
                 found.append(Straggler(rank=rank, phase=phase, step=step, own_s=mine, median_s=others))
             (self._reported.add if slow else self._reported.discard)((rank, phase))
         return found
+
+
+class StragglerReports:
+    """Observer of heartbeats that reports stragglers."""
+
+    def __init__(self) -> None:
+        self._stragglers = Stragglers()
+
+    def observe(self, heartbeats: Sequence[RankHeartbeat]) -> list[Event]:
+        """Return an event for each rank that is slow now and was not reported yet."""
+        return [straggler.event() for straggler in self._stragglers.observe(heartbeats)]

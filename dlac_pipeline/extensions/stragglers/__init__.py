@@ -1,0 +1,1 @@
+"""Stragglers: reports of slow ranks."""
