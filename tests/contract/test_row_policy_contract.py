@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from dlac_pipeline.lakehouse.errors import LossSpiked, NoProgress
+from dlac_pipeline.lakehouse.ledger.commits import claim
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.failure import Failure, planned_end
@@ -58,7 +60,8 @@ def events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, An
 
 @pytest.fixture
 def restarts(arena: Arena, events: list[dict[str, Any]]) -> RestartPolicy:
-    """The restart policy of a run."""
+    """The restart policy of a run with one attempt."""
+    claim(Ledger(arena.lakehouse), "r", nonce="n1", replaces=0)
     spec = Request(spec=arena.spec("r")).spec
     recorder = RecoveryRecorder(arena.lakehouse, spec)
     return RestartPolicy(spec, Plans(arena.lakehouse), StopRequests(), recorder, events.append)
