@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dlac_pipeline.elastic.torchrun_options import are_given, launch_settings
+from dlac_pipeline.extensions.torchrun.options import launch_settings
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.spec.launch_spec import LaunchSpec
 
@@ -72,9 +72,3 @@ def test_meaningless_options_are_refused(options: list[str], message: str) -> No
     """The error names the option."""
     with pytest.raises(SpecInvalid, match=message):
         settings(*options)
-
-
-def test_nothing_given_needs_no_parser() -> None:
-    """Without an option or a variable of torchrun, PyTorch is not imported for them."""
-    assert not are_given([], {"PATH": "/bin"})
-    assert are_given([], {"PET_NNODES": "2"})

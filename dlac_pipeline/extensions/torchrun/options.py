@@ -4,11 +4,11 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dlac_pipeline.cli.training import TORCHRUN_PREFIX as _PREFIX
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.variables import warn_of_variables
 from dlac_pipeline.spec.launch_spec import LaunchSpec
 
-_PREFIX = "PET_"
 _IGNORED = frozenset({"training_script", "training_script_args", "node_rank", "rdzv_backend", "role"})
 """Nodes get their places by round, and always meet by DLAC's own rendezvous."""
 _MEETING = {"timeout": "gather_timeout_s", "join_timeout": "gather_timeout_s", "last_call_timeout": "last_call_s"}
@@ -22,11 +22,6 @@ _SUPPORTED = (
     "--nnodes, --nproc-per-node, --rdzv-endpoint, --rdzv-conf, --rdzv-id, --standalone, --master-addr, --master-port, "
     "--max-restarts, --start-method, --shutdown-timeout, --numa-binding, --virtual-local-rank"
 )
-
-
-def are_given(options: Sequence[str], environment: Mapping[str, str]) -> bool:
-    """Return whether there is an option or a variable of torchrun."""
-    return bool(options) or any(name.startswith(_PREFIX) for name in environment)
 
 
 def launch_settings(
