@@ -16,6 +16,7 @@ import torch
 from dlac_pipeline.elastic.ranks.communicator import Communicator
 from dlac_pipeline.elastic.ranks.rank import LAUNCH_VARIABLE, leave_reason
 from dlac_pipeline.elastic.ranks.this_process import stated_world_size, this_process
+from dlac_pipeline.extensions.trainers.run_loader import RunLoader
 from dlac_pipeline.lakehouse.errors import LossNotFinite, LossSpiked, ScriptInvalid
 from dlac_pipeline.read.batch import Batch, copy_batches
 from dlac_pipeline.spec.job_spec import JobSpec
@@ -28,7 +29,6 @@ from dlac_pipeline.train.checkpoint_policy import CheckpointPolicy
 from dlac_pipeline.train.checkpointing import Checkpointing, prepare_process
 from dlac_pipeline.train.open_attempt import OpenAttempt, open_attempt
 from dlac_pipeline.train.own_reports import OwnRecoveries, start_listeners
-from dlac_pipeline.train.run_loader import RunLoader
 
 
 @contextmanager

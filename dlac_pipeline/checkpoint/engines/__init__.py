@@ -14,7 +14,7 @@ from torch.nn import Module
 
 from dlac_pipeline.checkpoint.engines.engine import Engine
 from dlac_pipeline.checkpoint.engines.torch_state import TorchState, reshard
-from dlac_pipeline.checkpoint.engines.trainer_files import TrainerFiles
+from dlac_pipeline.extensions.trainers.trainer_files import TrainerFiles
 from dlac_pipeline.lakehouse.errors import BadInput, ScriptInvalid, SpecInvalid
 from dlac_pipeline.spec.job_spec import ENGINES
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from dlac_pipeline.checkpoint.engines import TrainerFiles
+from dlac_pipeline.extensions.trainers.run_loader import RunLoader
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.train.restored_state import RestoredGenerators
-from dlac_pipeline.train.run_loader import RunLoader
 from dlac_pipeline.train.training_run import TrainingRun
 
 _IGNORED = -100
