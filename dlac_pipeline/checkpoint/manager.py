@@ -18,7 +18,7 @@ from dlac_pipeline.checkpoint.collectives import RankTree, failing_together, fai
 from dlac_pipeline.checkpoint.commit.coordinator import Committer, Prepared
 from dlac_pipeline.checkpoint.commit.ledger_rows import AttemptLeg, Vote
 from dlac_pipeline.checkpoint.commit.local_copies import LocalCopies, node_name
-from dlac_pipeline.checkpoint.engines import Engine, TrainerFiles
+from dlac_pipeline.checkpoint.engines import Engine
 from dlac_pipeline.checkpoint.finiteness import WeightsCheck
 from dlac_pipeline.checkpoint.manifest import FileEntry
 from dlac_pipeline.checkpoint.rng import save_rng
@@ -177,7 +177,7 @@ class CheckpointManager:
         Training waits `since` this monotonic time. Raises `LossNotFinite` if `weights` of a rank are not finite. Nothing of
         them is committed.
         """
-        if isinstance(engine, TrainerFiles):
+        if engine.writes_itself:
             self._check(weights)  # before the trainer writes its files, of which no copies are made
         staged = self._stage(engine, tracker, note, since, weights)
         staged.phases["stall"] = time.monotonic() - since

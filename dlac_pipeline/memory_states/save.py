@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.nn import Module
 
-from dlac_pipeline.checkpoint.engines import Engine, TrainerFiles
+from dlac_pipeline.checkpoint.engines import Engine
 from dlac_pipeline.checkpoint.manager import CheckpointManager
 from dlac_pipeline.checkpoint.restore.resume_point import FromMemory, ResumePoint
 from dlac_pipeline.checkpoint.rng import save_rng
@@ -102,7 +102,7 @@ class MemorySaves:
     def begin(self, engine: Engine, loaded: MemoryState | None) -> None:
         """Make the folder on each node, if all have room for states of this engine beside the `loaded` one. Collective."""
         self._free_fetched()
-        if isinstance(engine, TrainerFiles) or not self._is_wanted:  # another program writes its files
+        if engine.writes_itself or not self._is_wanted:
             self._own, problem = None, _NOT_WANTED
         elif self._own is None:
             found = f"expected a folder of shared memory on {gethostname()} as on other nodes, found none"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dlac_pipeline.checkpoint.data_parallel import check_layout, check_weights_agree
-from dlac_pipeline.checkpoint.engines import Engine, TrainerFiles, adapt, prepare_engines
+from dlac_pipeline.checkpoint.engines import Engine, adapt, prepare_engines
 from dlac_pipeline.checkpoint.finiteness import FinitenessCheck
 from dlac_pipeline.checkpoint.manager import Committed
 from dlac_pipeline.checkpoint.rng import seed_rng
@@ -68,8 +68,7 @@ class Checkpointing:
         adapted = adapt(engine, self._spec.checkpoint.engine, **parts)
         tree, restores = self._communicator.tree, self._communicator.is_first_of_node
         check_layout(adapted, tree)
-        if isinstance(adapted, TrainerFiles):
-            adapted.join(tree, lists=restores)
+        adapted.join(tree, lists=restores)
         convert_s, load_s = load_state(
             adapted,
             self._attempt.point,

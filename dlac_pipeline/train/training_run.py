@@ -9,14 +9,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from dlac_pipeline.elastic.ranks.communicator import Communicator
 from dlac_pipeline.elastic.ranks.rank import LAUNCH_VARIABLE, leave_reason
 from dlac_pipeline.elastic.ranks.this_process import stated_world_size, this_process
-from dlac_pipeline.extensions.trainers.run_loader import RunLoader
+from dlac_pipeline.lakehouse.doors import Door
 from dlac_pipeline.lakehouse.errors import LossNotFinite, LossSpiked, ScriptInvalid
 from dlac_pipeline.read.batch import Batch, copy_batches
 from dlac_pipeline.spec.job_spec import JobSpec
@@ -29,6 +29,22 @@ from dlac_pipeline.train.checkpoint_policy import CheckpointPolicy
 from dlac_pipeline.train.checkpointing import Checkpointing, prepare_process
 from dlac_pipeline.train.open_attempt import OpenAttempt, open_attempt
 from dlac_pipeline.train.own_reports import OwnRecoveries, start_listeners
+
+LOADERS = Door("dlac.loaders", "loader")
+"""An entry has the arguments of `TrainingRun.loader` after the run, and returns a `TrainerLoader`."""
+
+
+class TrainerLoader(Protocol):
+    """The batches of a run for a trainer that has the loop."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield what the trainer takes of each remaining batch or micro-batch. It takes them from `TrainingRun.batches`."""
+
+    def check_weights(self, *, always_full: bool) -> None:
+        """Check the losses of the step that was done. `always_full`: no batch of the run has an empty slot.
+
+        Raise `ScriptInvalid` if a loss lacks the weight of its micro-batch.
+        """
 
 
 @contextmanager
@@ -101,7 +117,7 @@ class TrainingRun:
         self._attempt, self._checkpointing = self._open()
         self._policy.resumed(self.resume_point, self._lakehouse)
         self._batch: Batch | None = None
-        self._loader: RunLoader | None = None
+        self._loader: TrainerLoader | None = None
         self._due_reason: str | None = None
         self._is_unfinished = False
         """True after a step whose checkpoint or memory state, if one is due, is not taken yet."""
@@ -287,14 +303,15 @@ class TrainingRun:
         *,
         micro_batches: int = 1,
         device: torch.device | str | int | None = None,
-    ) -> RunLoader:
+    ) -> Any:
         """Return the run's batches as the loader of a trainer that has the loop.
 
         `micro_batches` is the number of parts in which a trainer that accumulates gradients gets each batch. `inputs` makes what
         the trainer takes of a part, by default the part itself. Parts have samples only, so that parts of a batch that is not
         full are shorter. Their losses are `batch.mean(...)`, or a mean times `batch.weight`.
         """
-        self._loader = RunLoader(self, inputs, micro_batches=micro_batches, device=device)
+        make = LOADERS.load("micro_batches", setting="run.loader")
+        self._loader = make(self, inputs, micro_batches=micro_batches, device=device)
         return self._loader
 
     def reset_generators(self) -> None:

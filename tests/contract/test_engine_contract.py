@@ -13,7 +13,7 @@ import yaml
 from safetensors.torch import load_file
 
 import dlac_pipeline as dlac
-from dlac_pipeline.checkpoint.engines import TrainerFiles, adapt, engine_named
+from dlac_pipeline.checkpoint.engines import adapt, engine_named
 from dlac_pipeline.checkpoint.engines.engine import Engine
 from dlac_pipeline.checkpoint.stage.copies import Copies, CopyMemory, Direct
 from dlac_pipeline.checkpoint.store import tiers_of
@@ -21,6 +21,7 @@ from dlac_pipeline.extensions.exchange.export import export_weights
 from dlac_pipeline.extensions.exchange.foreign import foreign_checkpoint
 from dlac_pipeline.extensions.exchange.fork import adopt_checkpoint
 from dlac_pipeline.extensions.exchange.weights import state_of, weights_of
+from dlac_pipeline.extensions.trainers.trainer_files import TrainerFiles
 from dlac_pipeline.lakehouse.errors import BadInput, CheckpointError, SpecInvalid
 from tests.conftest import PROGRAMS, Arena
 from tests.engine_ranks import assert_same, save

@@ -17,10 +17,10 @@ import yaml
 
 import dlac_pipeline as dlac
 from dlac_pipeline.checkpoint import finiteness
-from dlac_pipeline.checkpoint.engines import TrainerFiles
 from dlac_pipeline.checkpoint.engines.distributed_state import DistributedState
 from dlac_pipeline.checkpoint.finiteness import FinitenessCheck
 from dlac_pipeline.checkpoint.stage.copies import Copies, CopyMemory, storage_key
+from dlac_pipeline.extensions.trainers.trainer_files import TrainerFiles
 from dlac_pipeline.lakehouse.errors import LossNotFinite
 from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
 from dlac_pipeline.operations.status import run_status

@@ -14,14 +14,12 @@ from torch.nn import Module
 
 from dlac_pipeline.checkpoint.engines.engine import Engine
 from dlac_pipeline.checkpoint.engines.torch_state import TorchState, reshard
-from dlac_pipeline.extensions.trainers.trainer_files import TrainerFiles
 from dlac_pipeline.lakehouse.errors import BadInput, ScriptInvalid, SpecInvalid
-from dlac_pipeline.spec.job_spec import ENGINES
+from dlac_pipeline.spec.job_spec import ENGINES, PYTORCH_ENGINES
 
 __all__ = [
     "Engine",
     "TorchState",
-    "TrainerFiles",
     "adapt",
     "engine_named",
     "installed_engines",
@@ -65,12 +63,13 @@ def adapt(engine: Any, wanted: str = "auto", **parts: Any) -> Engine:
 
 def engine_named(name: str, *, setting: str = "the manifest's engine") -> type[Engine]:
     """Return the engine of a name. Raise `BadInput` as `Door.load` if none is installed that has it."""
-    own: dict[str, type[Engine]] = {TorchState.name: TorchState, TrainerFiles.name: TrainerFiles}
     if name == "dcp":
         from dlac_pipeline.checkpoint.engines.distributed_state import DistributedState  # imports DCP: a second
 
         return DistributedState
-    found: type[Engine] = own.get(name) or ENGINES.load(name, setting=setting, others=("dcp", *own))
+    if name == TorchState.name:
+        return TorchState
+    found: type[Engine] = ENGINES.load(name, setting=setting, others=PYTORCH_ENGINES)
     return found
 
 

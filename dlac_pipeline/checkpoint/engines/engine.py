@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from dlac_pipeline.checkpoint.collectives import RankTree
 from dlac_pipeline.checkpoint.stage.copies import Write
 from dlac_pipeline.lakehouse.errors import CheckpointError
 
@@ -73,6 +74,11 @@ class Engine(EngineFiles, Protocol):
 
     loads_own_files: bool = False
     """True if a rank loads only its files and rank 0's of a checkpoint, when as many ranks saved it."""
+    writes_itself: bool = False
+    """True if another program writes the files. Then nothing is copied while training continues, and no state is in memory."""
+
+    def join(self, tree: RankTree, *, lists: bool) -> None:
+        """Receive the ranks that share the state, before `load`. `lists` is true for one rank of every node."""
 
     def save(self, folder: Path, write: Write) -> None:
         """Pass on this rank's part, file by file in `folder`. Collective. No rank may be left waiting after an error.

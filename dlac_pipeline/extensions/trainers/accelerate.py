@@ -8,7 +8,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from dlac_pipeline.checkpoint.engines import TrainerFiles
+from dlac_pipeline.extensions.trainers.trainer_files import TrainerFiles
 
 
 def accelerator_files(accelerator: Accelerator, *models: Any) -> TrainerFiles:

@@ -11,8 +11,8 @@ import torch
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from dlac_pipeline.checkpoint.engines import TrainerFiles
 from dlac_pipeline.extensions.trainers.run_loader import RunLoader, weigh
+from dlac_pipeline.extensions.trainers.trainer_files import TrainerFiles
 from dlac_pipeline.lakehouse.errors import ResumeMismatch, ScriptInvalid, SpecInvalid
 from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.train.training_run import TrainingRun

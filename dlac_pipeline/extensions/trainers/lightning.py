@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 
-from dlac_pipeline.checkpoint.engines import TrainerFiles
 from dlac_pipeline.extensions.trainers.run_loader import RunLoader, weigh
+from dlac_pipeline.extensions.trainers.trainer_files import TrainerFiles
 from dlac_pipeline.lakehouse.errors import ResumeMismatch, SpecInvalid
 from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.train.training_run import TrainingRun

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from dlac_pipeline.checkpoint.engines import TrainerFiles
 from dlac_pipeline.extensions.trainers.run_loader import RunLoader
+from dlac_pipeline.extensions.trainers.trainer_files import TrainerFiles
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.train.restored_state import RestoredGenerators
@@ -42,7 +42,8 @@ class RunDataLoader:
                 f"expected a local batch size that divides the {samples} samples of a rank's batch, found {local_batch_size}: "
                 "change training.local_batch_size, or order.batch_size"
             )
-        return run.loader(self._masked, micro_batches=samples // local_batch_size)
+        loader: RunLoader = run.loader(self._masked, micro_batches=samples // local_batch_size)
+        return loader
 
     def _masked(self, batch: Batch) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         """Make a micro-batch. torchtitan weighs it by its labels. It ignores all labels if the micro-batch has no sample."""

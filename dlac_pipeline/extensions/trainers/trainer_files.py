@@ -27,6 +27,7 @@ class TrainerFiles(Engine):
     """
 
     name = "files"
+    writes_itself = True
 
     def __init__(
         self,

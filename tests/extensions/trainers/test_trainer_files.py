@@ -19,8 +19,8 @@ import pytest
 import torch
 
 import dlac_pipeline as dlac
-from dlac_pipeline.checkpoint.engines import TrainerFiles
 from dlac_pipeline.extensions.trainers import torchtitan as titan
+from dlac_pipeline.extensions.trainers.trainer_files import TrainerFiles
 from dlac_pipeline.lakehouse.errors import Fenced, ResumeMismatch, ScriptInvalid, SpecInvalid
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
 from tests.programs.train_titan import TitanLike
