@@ -10,7 +10,7 @@ from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.older_ledger import check_ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.supervise.ranks.listener_process import RETIRED, report_command
+from dlac_pipeline.supervise.ranks.run_events import RETIRED, report_command
 
 
 def retire_checkpoints(

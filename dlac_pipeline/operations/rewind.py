@@ -23,7 +23,7 @@ from dlac_pipeline.plan.legs.committed_leg import first_leg_of, leg_of, planned
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.supervise.ranks.listener_process import WENT_BACK, report_command
+from dlac_pipeline.supervise.ranks.run_events import WENT_BACK, report_command
 
 
 def rewind_run(

@@ -365,10 +365,12 @@ class JobSpec(spec_problems.Section):
         """Return an extension's section, or its defaults if the spec has no such table."""
         return next((each for each in self.sections.values() if isinstance(each, kind)), None) or kind()
 
-    @property
-    def event_receiver(self) -> EventReceiver | None:
-        """The program that receives the run's events, of the first section that names one."""
-        return next((found for each in self.sections.values() if (found := each.event_receiver) is not None), None)
+    def event_receiver(self, *, launched_by: str = "", is_command: bool = False) -> EventReceiver | None:
+        """Return the receiver of a launch's events, or of those of a command, of the first section that has one."""
+        made = (
+            each.event_receiver(self, launched_by=launched_by, is_command=is_command) for each in self.sections.values()
+        )
+        return next(filter(None, made), None)
 
     @field_validator("run")
     @classmethod

@@ -1,10 +1,10 @@
 """Sections of the job spec that extensions own. They enter through the door `dlac.settings`, by the names of their tables."""
 
 import sys
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pydantic import ValidationError
 
@@ -12,19 +12,17 @@ from dlac_pipeline.lakehouse.doors import Door
 from dlac_pipeline.lakehouse.errors import BadInput
 from dlac_pipeline.spec.spec_problems import Section
 
+if TYPE_CHECKING:
+    from dlac_pipeline.spec.job_spec import JobSpec
+
 SECTIONS = Door("dlac.settings", "section")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EventReceiver:
-    """A program that receives the events of a run on its standard input, as `supervise/ranks/listener_process.py` writes them."""
+class EventReceiver(AbstractContextManager[Any], Protocol):
+    """The receiver of a launch's events. The context ends with the launch, with the error that ends it."""
 
-    module: str
-    """Started as `python -m MODULE`."""
-    end_s: float
-    """Seconds that the end of a launch waits for it, if the launch was longer than a minute."""
-    takes_commands: bool
-    """True if it also receives the events of commands, such as a rewind."""
+    def send(self, event: dict[str, Any]) -> None:
+        """Pass on an event of the node that leads, and return at once."""
 
 
 class ExtensionSection(Section):
@@ -36,9 +34,13 @@ class ExtensionSection(Section):
     def check_here(self) -> None:
         """Raise `BadInput` if something that the section names is missing on this machine. Called before a run is claimed."""
 
-    @property
-    def event_receiver(self) -> EventReceiver | None:
-        """The program that receives the run's events. None: the section names none."""
+    def event_receiver(
+        self, spec: "JobSpec", *, launched_by: str = "", is_command: bool = False
+    ) -> EventReceiver | None:
+        """Return a receiver of the events of a launch, or of a command such as a rewind. None: the section has none.
+
+        Nothing is started before the first event.
+        """
         return None
 
 

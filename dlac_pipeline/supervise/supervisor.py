@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, replace
 
 from dlac_pipeline.elastic.membership import EndedElsewhere, Membership
@@ -14,7 +14,6 @@ from dlac_pipeline.supervise.attempts import Attempts
 from dlac_pipeline.supervise.failure import Failure, planned_end
 from dlac_pipeline.supervise.follower_attempt import AttemptVerdict
 from dlac_pipeline.supervise.policies.restart import RestartPolicy
-from dlac_pipeline.supervise.ranks.listener_process import ListenerProcess
 from dlac_pipeline.supervise.ranks.rank_events import Ending, Event
 from dlac_pipeline.supervise.ranks.rank_starter import RankStarter
 from dlac_pipeline.supervise.ranks.run_events import RunEvents
@@ -60,7 +59,7 @@ class Supervisor:
         self._spec = request.spec
         self._on_event = on_event
         self._starter = starter or RankStarter()
-        self._listeners = ListenerProcess(request.spec, launched_by=request.launched_by)
+        self._listeners = request.spec.event_receiver(launched_by=request.launched_by)
         self._options = ResumeOptions(repin=request.repin)
         self._stops = StopRequests()
         self._failure: Failure | None = None
@@ -87,7 +86,7 @@ class Supervisor:
         """
         check_request(self._request)
         try:
-            with closing(self._starter), self._listeners:
+            with closing(self._starter), self._listeners or nullcontext():
                 self._starter.begin(self._spec)
                 return self._run()
         except (errors.CatalogUnreachable, errors.StoreUnavailable, errors.RunBusy):

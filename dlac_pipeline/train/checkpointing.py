@@ -185,7 +185,7 @@ class Checkpointing:
 
     def _report(self, committed: Committed | None) -> None:
         if committed is not None:
-            losses = {"losses": committed.losses} if self._spec.event_receiver is not None else {}
+            losses = {"losses": committed.losses} if self._spec.event_receiver() is not None else {}
             self._write_event({**committed.event(), **losses})
             self._policy.committed(committed)
             self._heartbeat.checkpoints(own_s=self._manager.own_s, own_bytes=self._manager.own_bytes)

@@ -22,8 +22,8 @@ from dlac_pipeline.spec.launch_request import OPERATOR
 from dlac_pipeline.supervise.failure import failure_of_attempt, planned_end
 from dlac_pipeline.supervise.liveness.heartbeat import Phase
 from dlac_pipeline.supervise.liveness.heartbeat_writer import HeartbeatWriter
-from dlac_pipeline.supervise.ranks.listener_process import ListenerProcess, describe_attempt
 from dlac_pipeline.supervise.ranks.rank_events import EventWriter
+from dlac_pipeline.supervise.ranks.run_events import describe_attempt
 from dlac_pipeline.supervise.recovery_recorder import RecoveryRecorder
 
 _log = logging.getLogger(__name__)
@@ -91,7 +91,8 @@ def start_listeners(
     plans: Plans, spec: JobSpec, point: ResumePoint, events: EventWriter, folder: Path | None, held: ExitStack
 ) -> None:
     """Pass the events of rank 0 to the listeners, until `held` ends them. An outage of the catalog is only logged."""
-    if spec.event_receiver is None:
+    receiver = spec.event_receiver()
+    if receiver is None:
         return
     nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
     try:
@@ -100,6 +101,6 @@ def start_listeners(
     except DlacError as err:
         _log.warning("attempt %d of run %r has no listeners: %s", point.attempt, spec.run, err)
         return
-    process = held.enter_context(ListenerProcess(spec))
-    process.send(start)
-    events.receive = process.send
+    held.enter_context(receiver)
+    receiver.send(start)
+    events.receive = receiver.send

@@ -2,9 +2,11 @@
 
 import subprocess
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from dlac_pipeline.lakehouse.errors import BadInput, SpecInvalid
@@ -12,6 +14,7 @@ from dlac_pipeline.lakehouse.masking import mask_setting
 from dlac_pipeline.spec.job_spec import full_spec, parse_spec
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.spec.sections import SECTIONS, section_class
+from dlac_pipeline.supervise.ranks.run_events import report_command
 from tests.installed import install_distribution, install_launcher
 from tests.unit.test_spec import GOOD
 
@@ -113,3 +116,37 @@ def test_entry_of_other_kind_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.syspath_prepend(str(install_distribution(tmp_path, "odd", {"odd_section": "ODD = 3"}, points)))
     with pytest.raises(BadInput, match=r"expected a subclass of ExtensionSection for \[odd\], found 3"):
         parse_spec({**GOOD, "odd": {}}, origin="the test")
+
+
+class Heard(AbstractContextManager["Heard"]):
+    """A receiver of another author, which keeps events and the error that ends the launch."""
+
+    def __init__(self) -> None:
+        self.events: list[dict[str, Any]] = []
+
+    def send(self, event: dict[str, Any]) -> None:
+        """Keep an event."""
+        self.events.append(event)
+
+    def __exit__(self, kind: object, err: BaseException | None, trace: object) -> None:
+        self.events.append({"event": "closed"})
+
+
+def test_receiver_gets_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first section with a receiver gets the events of a command, and then its context ends."""
+    heard = Heard()
+    monkeypatch.setattr(section_class("mark"), "event_receiver", lambda *section, **launch: heard, raising=True)
+    spec = parse_spec({**GOOD, **TABLES}, origin="the test")
+    report_command(spec, {"event": "went_back"})
+    assert [each["event"] for each in heard.events] == ["went_back", "closed"]
+
+
+def test_unused_receiver_starts_nothing() -> None:
+    """Listeners start with the first event. Those that are asked during a launch only receive none of a command."""
+    spec = parse_spec({**GOOD, "listeners": TABLES["listeners"]}, origin="the test")
+    receiver, before = spec.event_receiver(launched_by="test"), psutil.Process().children()
+    assert receiver is not None
+    with receiver:
+        assert psutil.Process().children() == before
+    assert spec.event_receiver(is_command=True) is None
+    assert parse_spec(GOOD, origin="the test").event_receiver() is None

@@ -48,7 +48,7 @@ def chaos_spec(job: JobSpec, *, run: str, steps: int | None, cascade: int = 1) -
         launch |= {"rendezvous": f"{LOOPBACK}:{free_port()}", "rendezvous_key_file": ""}
     order = {**job.order.model_dump(), **({} if steps is None else {"steps": steps})}
     changed = {"run": run, "order": order, "launch": launch}
-    receivers = {name for name, section in job.sections.items() if section.event_receiver is not None}
+    receivers = {name for name, section in job.sections.items() if section.event_receiver(job) is not None}
     return parse_spec({**job.model_dump(exclude=receivers), **changed}, origin="the job under chaos")
 
 

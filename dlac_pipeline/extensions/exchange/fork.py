@@ -25,7 +25,7 @@ from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows
 from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, CheckpointRow, ExportRow, ForkRow, NameRow
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.liveness.run_lock import run_lock
-from dlac_pipeline.supervise.ranks.listener_process import RUN_BEGUN, report_command
+from dlac_pipeline.supervise.ranks.run_events import RUN_BEGUN, report_command
 
 _THREADS = 4
 _NO_LINK = (errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS)

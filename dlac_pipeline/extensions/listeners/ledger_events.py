@@ -26,7 +26,7 @@ from dlac_pipeline.lakehouse.ledger.typed_rows import (
 from dlac_pipeline.plan.legs.committed_leg import leg_of
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.supervise.ranks.listener_process import RETIRED, RUN_BEGUN, WENT_BACK, tables_of
+from dlac_pipeline.supervise.ranks.run_events import RETIRED, RUN_BEGUN, WENT_BACK, tables_of
 
 COMMANDS = (WENT_BACK, RUN_BEGUN, RETIRED)
 _log = logging.getLogger(__name__)

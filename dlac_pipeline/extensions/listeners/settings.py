@@ -3,7 +3,7 @@
 No option is a secret. Each library reads its own environment variables, so that copies of the spec contain no credentials.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ConfigDict, Field, model_validator
 
@@ -12,10 +12,10 @@ from dlac_pipeline.lakehouse.masking import is_secret_name, mask_secrets
 from dlac_pipeline.spec.sections import EventReceiver, ExtensionSection
 from dlac_pipeline.spec.spec_problems import Section
 
+if TYPE_CHECKING:
+    from dlac_pipeline.spec.job_spec import JobSpec
+
 LISTENERS = Door("dlac.listeners", "listener")
-_PROGRAM = "dlac_pipeline.extensions.listeners.main"
-_END_S = 5.0
-"""Seconds for the last events: nodes of a cluster's job are killed ten seconds after their deadline."""
 ENDPOINTS = ("prometheus",)
 """Listeners that are asked during a launch. A command has ended before anyone asks, so they receive none of its events."""
 
@@ -103,9 +103,11 @@ class ListenersSpec(ExtensionSection):
         for name in self.chosen():
             LISTENERS.check(name, setting=f"[listeners.{name}]")
 
-    @property
-    def event_receiver(self) -> EventReceiver | None:
-        """The process of the chosen listeners."""
-        chosen = self.chosen()
-        takes_commands = bool(chosen.keys() - set(ENDPOINTS))
-        return EventReceiver(module=_PROGRAM, end_s=_END_S, takes_commands=takes_commands) if chosen else None
+    def event_receiver(
+        self, spec: "JobSpec", *, launched_by: str = "", is_command: bool = False
+    ) -> EventReceiver | None:
+        """Return the process of the chosen listeners."""
+        from dlac_pipeline.extensions.listeners.process import ListenerProcess
+
+        chosen = self.chosen().keys() - set(ENDPOINTS if is_command else ())
+        return ListenerProcess(spec, launched_by=launched_by, is_command=is_command) if chosen else None

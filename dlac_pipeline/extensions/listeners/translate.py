@@ -12,8 +12,8 @@ from dlac_pipeline.extensions.listeners.ledger_events import COMMANDS, read_even
 from dlac_pipeline.lakehouse.ledger.recoveries import PHASES
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.liveness.heartbeat import read_heartbeats
-from dlac_pipeline.supervise.ranks.listener_process import RUN_BEGUN, WENT_BACK
 from dlac_pipeline.supervise.ranks.rank_events import ENDINGS, Event
+from dlac_pipeline.supervise.ranks.run_events import RUN_BEGUN, WENT_BACK
 
 
 class EventTranslator:

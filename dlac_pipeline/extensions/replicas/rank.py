@@ -49,7 +49,7 @@ def take_own_group(spec: JobSpec) -> None:
             f"expected launch.ranks_per_replica = {launch.ranks_per_replica} ranks of group {number} on this node, found "
             f"{ranks} ranks, {ranks_here} of them here: give torchrun --nproc-per-node {launch.ranks_per_replica}"
         )
-    if spec.event_receiver is not None:
+    if spec.event_receiver() is not None:
         raise SpecInvalid(
             "expected no listeners with replica groups that `dlac train` does not start, found some: leave out [listeners]"
         )
