@@ -4,7 +4,6 @@ A thread receives signals even while the main thread waits in a collective or fo
 deadline passes: a rank that is stuck must not outlive its node's remaining time.
 """
 
-import logging
 import os
 import signal
 import socket
@@ -18,30 +17,20 @@ from pathlib import Path
 from types import FrameType
 
 import psutil
-import requests
 
+from dlac_pipeline.lakehouse.doors import Door
 from dlac_pipeline.lakehouse.errors import Preempted
-from dlac_pipeline.lakehouse.masking import mask_secrets
 from dlac_pipeline.spec.launch_spec import LaunchSpec
 
-_log = logging.getLogger(__name__)
+NOTICE_SOURCES = Door("dlac.notices", "source of termination notices")
+AwaitNotice = Callable[[LaunchSpec, Callable[[float], bool]], bool]
+"""Function that returns True once a termination of the node is announced. Its second argument waits some seconds.
+
+If that returns True, no notice is awaited any more, and the function returns False.
+"""
 _LOOK_EVERY_S = 0.5
-_ASK_EVERY_S = 2.0
-_ANSWER_WITHIN_S = (1.0, 2.0)
-"""Seconds to connect and to answer. An address of the node itself answers in milliseconds."""
 _LAST_WORDS_S = 1.0
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-_NOT_PREEMPTED = ("FALSE", "NONE")
-"""Answers of the metadata server of Google while no termination is planned."""
-_SCHEDULED, _ENDS_NODE = '"Events"', ('"Preempt"', '"Terminate"')
-"""Scheduled events of Azure, and the types among them after which a node is gone."""
-
-
-def announces_end(answer: str) -> bool:
-    """Return False for an answer of a cloud whose endpoint has status 200 also without a termination."""
-    if _SCHEDULED in answer:
-        return any(kind in answer for kind in _ENDS_NODE)
-    return answer.strip().upper() not in _NOT_PREEMPTED
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +77,8 @@ class Notices:
         self._launchers = _launchers() if launched else []
         threading.Thread(target=self._watch, name="notices", daemon=True).start()
         if launch.termination_url and local_rank == 0:
-            threading.Thread(target=self._ask, name="termination-url", daemon=True).start()
+            found: AwaitNotice = NOTICE_SOURCES.load("url", setting="launch.termination_url")
+            threading.Thread(target=self._await, args=(found,), name="termination-url", daemon=True).start()
 
     def leave_by(self, deadline: float) -> None:
         """End the process at `deadline`, in monotonic seconds, or at its present deadline if that is earlier."""
@@ -147,29 +137,13 @@ class Notices:
         self._wakeup_receiver.close()
         self._wakeup_sender.close()
 
-    def _ask(self) -> None:
-        """Ask the URL until it announces a termination. Any other answer is logged once and is no reason to stop."""
-        reported = False
-        with requests.Session() as session:
-            session.trust_env = False  # an address of this node: no proxy, and no stored password
-            while not self._closed.is_set() and self.first is None:
-                problem = self._answer(session)
-                if problem and not reported:
-                    reported = True
-                    wanted = "expected 200 or 404 from launch.termination_url"
-                    _log.warning("%s, found %s; it is asked again", wanted, problem)
-                self._closed.wait(_ASK_EVERY_S)
-
-    def _answer(self, session: requests.Session) -> str:
-        """Ask once. Return a description of the problem, or an empty string."""
-        url, headers = self._launch.termination_url, self._launch.termination_headers
-        try:
-            answer = session.get(url, headers=headers, timeout=_ANSWER_WITHIN_S)
-        except requests.RequestException as err:
-            return f"{type(err).__name__}: {mask_secrets(str(err))}"  # the error names the address
-        if answer.status_code == 200 and announces_end(answer.text):
+    def _await(self, await_notice: AwaitNotice) -> None:
+        if await_notice(self._launch, self._wait):
             self._note("termination_url")
-        return "" if answer.status_code in (200, 404) else f"{answer.status_code}"
+
+    def _wait(self, seconds: float) -> bool:
+        """Wait some seconds. Return True once no notice is awaited any more."""
+        return self._closed.wait(seconds) or self.first is not None
 
 
 def _launchers() -> list[psutil.Process]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dlac_pipeline.train.termination_notice import announces_end
+from dlac_pipeline.extensions.termination_url.termination_url import announces_end
 
 FORKS = """
 import multiprocessing, signal, time

@@ -1,0 +1,1 @@
+"""Announcements of clouds that a node is terminated."""
