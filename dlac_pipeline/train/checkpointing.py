@@ -68,7 +68,7 @@ class Checkpointing:
         adapted = adapt(engine, self._spec.checkpoint.engine, **parts)
         tree, restores = self._communicator.tree, self._communicator.is_first_of_node
         check_layout(adapted, tree)
-        adapted.join(tree, lists=restores)
+        adapted.take_ranks(tree, lists=restores)
         convert_s, load_s = load_state(
             adapted,
             self._attempt.point,

@@ -77,8 +77,9 @@ class Engine(EngineFiles, Protocol):
     writes_itself: bool = False
     """True if another program writes the files. Then nothing is copied while training continues, and no state is in memory."""
 
-    def join(self, tree: RankTree, *, lists: bool) -> None:
-        """Receive the ranks that share the state, before `load`. `lists` is true for one rank of every node."""
+    def take_ranks(self, tree: RankTree, *, lists: bool) -> None:
+        """Receive the ranks that save together, before `load`. `lists` is true for one rank of every node."""
+        return
 
     def save(self, folder: Path, write: Write) -> None:
         """Pass on this rank's part, file by file in `folder`. Collective. No rank may be left waiting after an error.

@@ -46,7 +46,7 @@ class TrainerFiles(Engine):
         self.folder: Path | None = None
         """The trainer's files in the checkpoint that the run resumes from, verified, or None without a checkpoint."""
 
-    def join(self, tree: RankTree, *, lists: bool) -> None:
+    def take_ranks(self, tree: RankTree, *, lists: bool) -> None:
         """Receive the ranks that share the files. `lists` is true for one rank of every node."""
         self._tree, self._lists = tree, lists
 
