@@ -27,7 +27,7 @@ from tests.resume_points import memory_point
 
 
 class _Engine:
-    name = "torch"
+    name, writes_itself = "torch", False
 
     def save(self, folder: Path, write: Callable[[Path, Any], None]) -> None:
         """Save one tensor."""
