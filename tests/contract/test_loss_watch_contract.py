@@ -13,8 +13,8 @@ from dlac_pipeline.checkpoint.collectives import RankTree
 from dlac_pipeline.checkpoint.step_sync import StepSync
 from dlac_pipeline.train import loss_watch
 from dlac_pipeline.train.loss_watch import LOSS_WATCHES, LossWatch, open_watch
+from tests.extensions.replay.test_sample_losses import batch
 from tests.installed import install_distribution
-from tests.unit.test_sample_losses import batch
 
 _QUIET = """
 from dataclasses import replace

@@ -10,8 +10,8 @@ import pytest
 
 from dlac_pipeline.spec.launch_spec import LaunchSpec
 from dlac_pipeline.supervise.attempt_monitor import OBSERVERS, AttemptMonitor
+from tests.extensions.stragglers.test_stragglers import signs
 from tests.installed import install_distribution
-from tests.unit.test_stragglers import signs
 
 _FIRST = """
 class First:
