@@ -27,7 +27,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import dlac_pipeline as dlac
-from dlac_pipeline.checkpoint.engines import TrainerFiles
+from dlac_pipeline.extensions.trainers.trainer_files import TrainerFiles
 
 WIDTH = 8
 

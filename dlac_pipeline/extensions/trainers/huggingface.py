@@ -68,7 +68,7 @@ class DlacCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
                 return found
             return {**found, **{name: torch.full_like(found[name], _IGNORED) for name in _LABELS if name in found}}
 
-        self._loader = self._run.loader(masked, micro_batches=micro_batches)
+        self._loader: RunLoader = self._run.loader(masked, micro_batches=micro_batches)
         return self._loader
 
     def weighing(self, compute_loss: Callable[..., Any]) -> Callable[..., Any]:
