@@ -68,8 +68,9 @@ class DlacCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
                 return found
             return {**found, **{name: torch.full_like(found[name], _IGNORED) for name in _LABELS if name in found}}
 
-        self._loader: RunLoader = self._run.loader(masked, micro_batches=micro_batches)
-        return self._loader
+        loader: RunLoader = self._run.loader(masked, micro_batches=micro_batches)
+        self._loader = loader
+        return loader
 
     def weighing(self, compute_loss: Callable[..., Any]) -> Callable[..., Any]:
         """Return the Trainer's `compute_loss`, which gives the loss of a training step the weight of its micro-batch."""
