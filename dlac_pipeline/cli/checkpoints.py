@@ -124,7 +124,7 @@ def retire(
 
     Their consumption stays in the ledger. On the surviving lineage checkpoint.keep_last decides which ones are kept.
     """
-    from dlac_pipeline.operations.retire import retire_checkpoints
+    from dlac_pipeline.extensions.branches.retire import retire_checkpoints
 
     lakehouse = ui.lakehouse_of(spec, home)
     job = ui.spec_of_run(run, spec, home, lakehouse=lakehouse)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from dlac_pipeline.audit.audit import audit_run
+from dlac_pipeline.extensions.branches.rewind import rewind_run
 from dlac_pipeline.extensions.exchange.fork import fork_run
-from dlac_pipeline.operations.rewind import rewind_run
 from tests.faults.test_zombie import check_refused, freeze
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ import pytest
 from pyiceberg.types import StringType
 
 from dlac_pipeline.audit.audit import audit_run
+from dlac_pipeline.extensions.branches.rewind import rewind_run
 from dlac_pipeline.lakehouse.errors import AppendHistoryLost
-from dlac_pipeline.operations.rewind import rewind_run
 from dlac_pipeline.spec.job_spec import JobSpec
 from tests.conftest import Arena, Steps, source_rows
 from tests.integration.test_legs import append, rewrite

@@ -6,6 +6,8 @@ from typing import Any
 
 from blake3 import blake3
 
+from dlac_pipeline.extensions.branches.retire import retire_checkpoints
+from dlac_pipeline.extensions.branches.rewind import rewind_run
 from dlac_pipeline.extensions.erasure.forget import ForgetPlan, SpecOf, plan_forget
 from dlac_pipeline.extensions.erasure.left_weights import LeftWeights
 from dlac_pipeline.lakehouse.errors import AppendHistoryLost, EmptyPlan, PinLost
@@ -15,8 +17,6 @@ from dlac_pipeline.lakehouse.ledger.commits import unname_checkpoint
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.older_ledger import check_ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import Exclusion, RewindRow
-from dlac_pipeline.operations.retire import retire_checkpoints
-from dlac_pipeline.operations.rewind import rewind_run
 from dlac_pipeline.plan.legs.committed_leg import first_leg_of, leg_of
 from dlac_pipeline.spec.job_spec import JobSpec
 

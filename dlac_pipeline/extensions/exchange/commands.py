@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument, Option
 
 from dlac_pipeline.cli import shared as ui
-from dlac_pipeline.cli.branches import CheckpointId
+from dlac_pipeline.extensions.branches.commands import CheckpointId
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.ledger.run_rows import check_run_name
 from dlac_pipeline.spec.job_spec import parse_spec

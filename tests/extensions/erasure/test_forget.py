@@ -18,6 +18,7 @@ from pyiceberg.table import Table
 from dlac_pipeline import TorchState
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.checkpoint.store import folder_of
+from dlac_pipeline.extensions.branches.rewind import rewind_run
 from dlac_pipeline.extensions.erasure.certificate import certify, differences, is_signed, make_key
 from dlac_pipeline.extensions.erasure.execution import execute_forget
 from dlac_pipeline.extensions.erasure.forget import ForgetPlan, plan_forget
@@ -30,7 +31,6 @@ from dlac_pipeline.lakehouse.ledger.commits import name_checkpoint, names_of, re
 from dlac_pipeline.lakehouse.ledger.journal import Journal
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ExportRow, NameRow
-from dlac_pipeline.operations.rewind import rewind_run
 from dlac_pipeline.spec.job_spec import JobSpec
 from tests.conftest import Arena, Steps, source_rows
 from tests.fixtures import Command

@@ -47,8 +47,8 @@ def rewind(
 
     A finished run is open again. Exclusions stay in force on this branch, even if the job spec does not have them.
     """
+    from dlac_pipeline.extensions.branches.rewind import rewind_run
     from dlac_pipeline.lakehouse.ledger.commits import new_nonce
-    from dlac_pipeline.operations.rewind import rewind_run
 
     if (to_step is None) == (checkpoint is None):
         raise SpecInvalid(

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from dlac_pipeline.checkpoint.store import tiers_of
+from dlac_pipeline.extensions.branches.checks import check_branch, check_files, first_checkpoint, seen_before
 from dlac_pipeline.lakehouse.errors import LedgerError, SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.branches import Rewound, commit_rewind
@@ -17,7 +18,6 @@ from dlac_pipeline.lakehouse.ledger.older_ledger import check_ledger, check_stor
 from dlac_pipeline.lakehouse.ledger.run_rows import restorable
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, Exclusion, LedgerRow, RewindRow
 from dlac_pipeline.lakehouse.store_files import StoreFiles
-from dlac_pipeline.operations.branch_checks import check_branch, check_files, first_checkpoint, seen_before
 from dlac_pipeline.plan.legs.choice import check_sources
 from dlac_pipeline.plan.legs.committed_leg import first_leg_of, leg_of, planned
 from dlac_pipeline.plan.legs.leg import Leg
