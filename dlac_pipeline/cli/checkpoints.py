@@ -106,30 +106,3 @@ def verify(
                 record_verified(ledger, run, problems, verification=token_hex(8))
     if any(problems.values()):
         raise typer.Exit(1)
-
-
-@ui.command(checkpoint, None, "dlac checkpoint retire my-run", "dlac checkpoint retire my-run --checkpoint 400")
-def retire(
-    run: ui.RunName,
-    checkpoint: Annotated[
-        str | None, Option(help="Id or step of an abandoned checkpoint. Unset: all of them that have no tag.")
-    ] = None,
-    whole_run: Annotated[
-        bool, Option("--whole-run", help="Also those of the surviving lineage: the run cannot be resumed afterwards.")
-    ] = False,
-    home: ui.Home = None,
-    spec: ui.SpecOption = None,
-) -> None:
-    """Retire checkpoints that rewinds have abandoned. They cannot be restored afterwards, and their files are removed.
-
-    Their consumption stays in the ledger. On the surviving lineage checkpoint.keep_last decides which ones are kept.
-    """
-    from dlac_pipeline.extensions.branches.retire import retire_checkpoints
-
-    lakehouse = ui.lakehouse_of(spec, home)
-    job = ui.spec_of_run(run, spec, home, lakehouse=lakehouse)
-    gone = retire_checkpoints(lakehouse, run, job, checkpoint, whole=whole_run)
-    for row in gone:
-        ui.show_text(f"retired {row.checkpoint_id} (step {row.step})")
-    if not gone:
-        ui.show_text(f"run {run} has no abandoned checkpoint without a tag")

@@ -91,6 +91,9 @@ SpecOption = Annotated[
 ]
 RunName = Annotated[str, Argument(help="Name of the training run.", callback=check_run_name)]
 Step = Annotated[int | None, Option(help="Step of the checkpoint. Unset: the head.")]
+CheckpointId = Annotated[
+    str | None, Option("--checkpoint", help="Id of the checkpoint, if several branches have one of that step.")
+]
 Sandbox = Annotated[Path | None, Option(help="Folder for the sandbox with a copy of the checkpoint. Unset: temporary.")]
 AsJson = Annotated[bool, Option("--json", help="Print one JSON object.")]
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from dlac_pipeline.extensions.branches.appends import commit_rewind
 from dlac_pipeline.extensions.exchange.fork import fork_run
-from dlac_pipeline.lakehouse.ledger.branches import commit_rewind
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.supervise.liveness.run_lock import run_lock
 from tests.conftest import wait_until

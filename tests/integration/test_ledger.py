@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from dlac_pipeline.extensions.branches.appends import commit_rewind
 from dlac_pipeline.extensions.upkeep.upkeep import compact
 from dlac_pipeline.lakehouse.config import KEEP_SNAPSHOTS
 from dlac_pipeline.lakehouse.errors import Fenced, HeadMoved, NoSuchCheckpoint, RowsBetween, RunFinished, SteppedAside
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger import ledger as ledgers
 from dlac_pipeline.lakehouse.ledger.arrow_rows import parse_rows
-from dlac_pipeline.lakehouse.ledger.branches import commit_rewind
 from dlac_pipeline.lakehouse.ledger.commits import (
     Attempt,
     claim,

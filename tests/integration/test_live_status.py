@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from dlac_pipeline.lakehouse.ledger.branches import commit_rewind
+from dlac_pipeline.extensions.branches.appends import commit_rewind
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
 from dlac_pipeline.operations.live_status import LiveStatus

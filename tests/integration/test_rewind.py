@@ -16,6 +16,7 @@ from dlac_pipeline.audit.lakehouse_sql import open_audit, rows_of
 from dlac_pipeline.checkpoint.interval import Failures
 from dlac_pipeline.checkpoint.listing import list_checkpoints
 from dlac_pipeline.checkpoint.store import folder_of
+from dlac_pipeline.extensions.branches.appends import retire_left
 from dlac_pipeline.extensions.branches.checks import newest_before
 from dlac_pipeline.extensions.branches.rewind import rewind_run
 from dlac_pipeline.extensions.upkeep.pins import list_pins
@@ -31,7 +32,7 @@ from dlac_pipeline.lakehouse.errors import (
     RunFinished,
     SpecInvalid,
 )
-from dlac_pipeline.lakehouse.ledger.branches import exclusions_in_force, retire_left
+from dlac_pipeline.lakehouse.ledger.branches import exclusions_in_force
 from dlac_pipeline.lakehouse.ledger.commits import Attempt, commit_checkpoint
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of

@@ -1,13 +1,13 @@
 """Sources of a new branch: checks of plans, appends and exclusions, and the excluded rows that were trained on before."""
 
-from collections.abc import Collection, Mapping, Sequence
-from itertools import product
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import duckdb
 import pyarrow as pa
 from pyiceberg.table import Table
 
+from dlac_pipeline.audit.excluded_rows import NO_PLACES, excluded_places
 from dlac_pipeline.audit.lakehouse_sql import open_audit, rows_of, sql_script
 from dlac_pipeline.checkpoint.manifest import read_manifest, verify_files
 from dlac_pipeline.checkpoint.store import folder_uri
@@ -15,7 +15,7 @@ from dlac_pipeline.lakehouse.errors import DlacError, EmptyPlan, SpecInvalid
 from dlac_pipeline.lakehouse.filters.grammar import filter_names
 from dlac_pipeline.lakehouse.history.changes import OnOverwrite, changes
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
-from dlac_pipeline.lakehouse.iceberg.row_groups import FilesToRead, parse_exclusion, row_groups_of
+from dlac_pipeline.lakehouse.iceberg.row_groups import parse_exclusion, row_groups_of
 from dlac_pipeline.lakehouse.iceberg.snapshots import snapshot_of
 from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, lineage_of, restorable_rows
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, Exclusion, LedgerRow
@@ -24,8 +24,6 @@ from dlac_pipeline.plan.legs.leg import Leg, LegSource
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec
 
-NO_PLACES = pa.schema({"plan_id": pa.string(), "file_path": pa.string(), "row": pa.int64()}).empty_table()
-"""No row of a plan."""
 _SEEN = "SELECT $1, file_path, row, checkpoint_id FROM rows_seen('excluded_rows', $2) WHERE run <> $3 OR source = $1"
 _SeenRow = tuple[int, str, int, str]
 """Source, data file, position in the file, and the checkpoint that was trained on the row."""
@@ -153,20 +151,3 @@ def _seen_rows(
             connection.register("excluded_rows", pa.concat_tables([NO_PLACES, *places]))
             found += connection.execute(_SEEN, [source, target, run]).fetchall()
     return found
-
-
-def excluded_places(
-    connection: duckdb.DuckDBPyConnection, table: Table, where: Sequence[str], plans: Mapping[str, Any]
-) -> pa.Table:
-    """Return the rows (plan_id, file_path, row) that an expression matches, of `plan_ids` of a `snapshot_id` and `schema_id`.
-
-    Rows that the snapshot has deleted are among them. They are dead in these plans.
-    """
-    query = "SELECT DISTINCT file_path FROM units WHERE list_contains($1, plan_id)"
-    paths = {path for (path,) in connection.execute(query, [plans["plan_ids"]]).fetchall()}
-    schema, parts = table.schemas()[plans["schema_id"]], [NO_PLACES]
-    groups = row_groups_of(table, plans["snapshot_id"], "", schema=schema, reads=FilesToRead(only=paths), exclude=where)
-    for group, plan_id in product(groups, plans["plan_ids"]):
-        names = [pa.repeat(each, len(group.dead)) for each in (plan_id, group.file_path)]
-        parts.append(pa.table([*names, group.first_row + group.dead], schema=NO_PLACES.schema))
-    return pa.concat_tables(parts)

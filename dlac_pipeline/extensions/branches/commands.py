@@ -1,4 +1,4 @@
-"""`dlac rewind`: a run goes back to a checkpoint, on a new branch."""
+"""Commands of branches: `dlac rewind` and `dlac checkpoint retire`."""
 
 import json
 import shlex
@@ -6,31 +6,25 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
-import typer
 from typer import Option
 
 from dlac_pipeline.cli import shared as ui
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 
 if TYPE_CHECKING:
-    from dlac_pipeline.lakehouse.ledger.branches import Rewound
+    from dlac_pipeline.extensions.branches.appends import Rewound
 
-app = typer.Typer()
-CheckpointId = Annotated[
-    str | None, Option("--checkpoint", help="Id of the checkpoint, if several branches have one of that step.")
-]
+PANEL = "Recover"
 
 
-@ui.command(
-    app,
-    ui.RECOVER,
+@ui.extension_command(
     "dlac rewind my-run --to-step 400",
     'dlac rewind my-run --to-step 400 --exclude "lang = \'xx\'" --why "wrong language"',
 )
 def rewind(
     run: ui.RunName,
     to_step: Annotated[int | None, Option(help="Step of the checkpoint to go back to. 0: the beginning.")] = None,
-    checkpoint: CheckpointId = None,
+    checkpoint: ui.CheckpointId = None,
     exclude: Annotated[
         list[str] | None,
         Option(
@@ -74,6 +68,33 @@ def rewind(
         ui.show_json(asdict(done))
     else:
         _show_rewound(run, done, exclude or (), source)
+
+
+@ui.extension_command("dlac checkpoint retire my-run", "dlac checkpoint retire my-run --checkpoint 400")
+def retire(
+    run: ui.RunName,
+    checkpoint: Annotated[
+        str | None, Option(help="Id or step of an abandoned checkpoint. Unset: all of them that have no tag.")
+    ] = None,
+    whole_run: Annotated[
+        bool, Option("--whole-run", help="Also those of the surviving lineage: the run cannot be resumed afterwards.")
+    ] = False,
+    home: ui.Home = None,
+    spec: ui.SpecOption = None,
+) -> None:
+    """Retire checkpoints that rewinds have abandoned. They cannot be restored afterwards, and their files are removed.
+
+    Their consumption stays in the ledger. On the surviving lineage checkpoint.keep_last decides which ones are kept.
+    """
+    from dlac_pipeline.extensions.branches.retire import retire_checkpoints
+
+    lakehouse = ui.lakehouse_of(spec, home)
+    job = ui.spec_of_run(run, spec, home, lakehouse=lakehouse)
+    gone = retire_checkpoints(lakehouse, run, job, checkpoint, whole=whole_run)
+    for row in gone:
+        ui.show_text(f"retired {row.checkpoint_id} (step {row.step})")
+    if not gone:
+        ui.show_text(f"run {run} has no abandoned checkpoint without a tag")
 
 
 def _show_rewound(run: str, done: "Rewound", exclude: Sequence[str], source: str | None) -> None:

@@ -4,8 +4,8 @@ from collections.abc import Collection
 
 from dlac_pipeline.checkpoint.commit.retention import Retention
 from dlac_pipeline.checkpoint.store import tiers_of
+from dlac_pipeline.extensions.branches.appends import retire_left
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
-from dlac_pipeline.lakehouse.ledger.branches import retire_left
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.older_ledger import check_ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow

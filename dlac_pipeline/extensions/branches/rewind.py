@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from dlac_pipeline.checkpoint.store import tiers_of
+from dlac_pipeline.extensions.branches.appends import Rewound, commit_rewind
 from dlac_pipeline.extensions.branches.checks import check_branch, check_files, first_checkpoint, seen_before
 from dlac_pipeline.lakehouse.errors import LedgerError, SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
-from dlac_pipeline.lakehouse.ledger.branches import Rewound, commit_rewind
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.older_ledger import check_ledger, check_store
 from dlac_pipeline.lakehouse.ledger.run_rows import restorable

@@ -6,8 +6,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from dlac_pipeline.extensions.branches.retire import retire_checkpoints
-from dlac_pipeline.extensions.branches.rewind import rewind_run
+import dlac_pipeline as dlac
 from dlac_pipeline.extensions.erasure.forget import ForgetPlan, SpecOf, plan_forget
 from dlac_pipeline.extensions.erasure.left_weights import LeftWeights
 from dlac_pipeline.lakehouse.errors import AppendHistoryLost, EmptyPlan, PinLost
@@ -44,7 +43,7 @@ def _rewind(lakehouse: Lakehouse, plan: ForgetPlan, run: dict[str, Any], spec_of
     # a later rewind may have dropped what an equal one excluded
     facts = [plan["id"], name, run["head"], clean, sum(isinstance(row, RewindRow) for row in rows)]
     try:
-        rewind_run(
+        dlac.rewind_run(
             lakehouse,
             name,
             nonce=blake3(json.dumps(facts).encode()).hexdigest(length=8),
@@ -68,7 +67,7 @@ def _retire(lakehouse: Lakehouse, run: dict[str, Any], spec: JobSpec | None) -> 
     ledger, name, tags, affected = Ledger(lakehouse), run["run"], run["tags"] or (), run["affected"] or ()
     check_ledger(lakehouse, name)
     done = [f"tag {tag} of run {name} is removed from {unname_checkpoint(ledger, name, tag)}" for tag in tags]
-    gone = retire_checkpoints(lakehouse, name, spec, only=affected) if affected else []
+    gone = dlac.retire_checkpoints(lakehouse, name, spec, only=affected) if affected else []
     done += [f"checkpoint {row.checkpoint_id} (step {row.step}) of run {name} is retired" for row in gone]
     if spec is not None:
         LeftWeights(lakehouse, spec, affected).remove()

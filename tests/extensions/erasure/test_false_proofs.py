@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 import dlac_pipeline as dlac
 from dlac_pipeline.audit.explain import EXPLAINED
 from dlac_pipeline.checkpoint.store import tiers_of
+from dlac_pipeline.extensions.branches.appends import retire_left
 from dlac_pipeline.extensions.branches.rewind import rewind_run
 from dlac_pipeline.extensions.deepspeed.deepspeed_state import DeepSpeedState
 from dlac_pipeline.extensions.erasure.certificate import differences, make_key
@@ -28,7 +29,6 @@ from dlac_pipeline.extensions.exchange.fork import adopt_checkpoint, fork_run
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import among, equals
 from dlac_pipeline.lakehouse.iceberg.pins import remove_pin
-from dlac_pipeline.lakehouse.ledger.branches import retire_left
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import ClaimRow
 from dlac_pipeline.memory_states.states import memory_folder, read_states

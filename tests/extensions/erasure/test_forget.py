@@ -18,6 +18,7 @@ from pyiceberg.table import Table
 from dlac_pipeline import TorchState
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.checkpoint.store import folder_of
+from dlac_pipeline.extensions.branches.appends import retire_left
 from dlac_pipeline.extensions.branches.rewind import rewind_run
 from dlac_pipeline.extensions.erasure.certificate import certify, differences, is_signed, make_key
 from dlac_pipeline.extensions.erasure.execution import execute_forget
@@ -26,7 +27,7 @@ from dlac_pipeline.extensions.erasure.seen import who_has_seen
 from dlac_pipeline.extensions.erasure.traces import erase_traces
 from dlac_pipeline.extensions.exchange.fork import fork_run
 from dlac_pipeline.lakehouse.errors import NoSuchColumn, NoSuchTable, SpecInvalid
-from dlac_pipeline.lakehouse.ledger.branches import exclusions_in_force, retire_left
+from dlac_pipeline.lakehouse.ledger.branches import exclusions_in_force
 from dlac_pipeline.lakehouse.ledger.commits import name_checkpoint, names_of, record_exports
 from dlac_pipeline.lakehouse.ledger.journal import Journal
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
