@@ -173,7 +173,7 @@ def _record_of(lakehouse: Lakehouse) -> Path:
 
 
 def _status(lakehouse: Lakehouse, asked: dict[str, Any]) -> Any:
-    from dlac_pipeline.operations.status import run_status
+    from dlac_pipeline.extensions.look.run_state import run_status
 
     return run_status(lakehouse, asked["run"])["checkpoints"]
 

@@ -73,8 +73,8 @@ def watch_run(
 
 def _looks(open_lakehouse: "Callable[[], Lakehouse]", run: str, every_s: float) -> Iterator[dict[str, Any]]:
     """Yield the result of each look until the run is finished. Until the run exists, the missing part."""
+    from dlac_pipeline.extensions.look.live_status import LiveStatus
     from dlac_pipeline.lakehouse.errors import NoSuchLakehouse, NoSuchRun
-    from dlac_pipeline.operations.live_status import LiveStatus
 
     status: LiveStatus | None = None
     while True:
@@ -147,7 +147,7 @@ def describe_live(facts: Mapping[str, Any], options: Sequence[str] = ()) -> dict
 
 def command_with(command: str, options: Sequence[str]) -> str:
     """Return a command, if any, with the options that name the lakehouse. A job spec among them replaces the placeholder."""
-    from dlac_pipeline.operations.status import SPEC_PLACEHOLDER
+    from dlac_pipeline.extensions.look.run_state import SPEC_PLACEHOLDER
 
     if "--spec" in options:
         command = command.removesuffix(f" --spec {SPEC_PLACEHOLDER}")

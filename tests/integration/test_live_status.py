@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from dlac_pipeline.extensions.branches.appends import commit_rewind
+from dlac_pipeline.extensions.look.live_status import LiveStatus
+from dlac_pipeline.extensions.look.run_state import run_status
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
-from dlac_pipeline.operations.live_status import LiveStatus
-from dlac_pipeline.operations.status import run_status
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.supervise.liveness.heartbeat import HeartbeatFile, Phase, Spent
 from dlac_pipeline.supervise.liveness.run_lock import run_lock

@@ -19,6 +19,7 @@ from dlac_pipeline.checkpoint.store import folder_of
 from dlac_pipeline.extensions.branches.appends import retire_left
 from dlac_pipeline.extensions.branches.checks import newest_before
 from dlac_pipeline.extensions.branches.rewind import rewind_run
+from dlac_pipeline.extensions.look.run_state import run_status
 from dlac_pipeline.extensions.upkeep.pins import list_pins
 from dlac_pipeline.lakehouse.errors import (
     CheckpointDamaged,
@@ -37,7 +38,6 @@ from dlac_pipeline.lakehouse.ledger.commits import Attempt, commit_checkpoint
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
 from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, CheckpointRow, ClaimRow, LegRow, RewindRow
-from dlac_pipeline.operations.status import run_status
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.claims import attempts_without_progress, launcher_of
 from dlac_pipeline.supervise.failure import failure_of_attempt

@@ -14,11 +14,11 @@ import pytest
 from rich.console import Console
 
 from dlac_pipeline.cli.display import command_with, describe_live, describe_outcome, describe_status
-from dlac_pipeline.cli.runs import describe_incident
 from dlac_pipeline.cli.shared import facts_table
+from dlac_pipeline.extensions.look.commands import describe_incident
+from dlac_pipeline.extensions.look.run_state import current_failure, standing_of
 from dlac_pipeline.lakehouse.ledger.recoveries import Recovery
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow, FinishRow, LedgerRow
-from dlac_pipeline.operations.status import current_failure, standing_of
 from dlac_pipeline.spec.launch_request import OPERATOR
 from dlac_pipeline.supervise.liveness.run_lock import run_lock
 from dlac_pipeline.supervise.supervisor import Outcome

@@ -47,7 +47,9 @@ class Standing:
 
 def run_status(lakehouse: Lakehouse, run: str) -> dict[str, Any]:
     """Return the facts about a run by name. Raise `NoSuchRun`, or `LedgerOlderThanStore` after an old backup was restored."""
-    from dlac_pipeline.audit.goodput import goodput_of_rows  # it imports DuckDB, which other looks at a run do not need
+    from dlac_pipeline.extensions.look.goodput import (
+        goodput_of_rows,  # it imports DuckDB, which other looks at a run do not need
+    )
 
     check_ledger(lakehouse, run)
     rows = Ledger(lakehouse).head_rows(run)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dlac_pipeline.audit.wording import format_duration
+from dlac_pipeline.extensions.look.run_state import Standing, standing_of
 from dlac_pipeline.lakehouse.errors import CommitConflict, LakehouseError
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
@@ -18,7 +19,6 @@ from dlac_pipeline.lakehouse.ledger.plans import find_plan
 from dlac_pipeline.lakehouse.ledger.recoveries import Recovery, recoveries_of
 from dlac_pipeline.lakehouse.ledger.run_rows import Fence, checkpoint_rows, claim_of, lineage_of
 from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, AdvanceRow, CheckpointRow, LedgerRow
-from dlac_pipeline.operations.status import Standing, standing_of
 from dlac_pipeline.plan.legs.committed_leg import leg_of
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.supervise.claims import attempts_without_progress

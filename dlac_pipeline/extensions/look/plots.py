@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import duckdb
 import numpy as np
 
-from dlac_pipeline.audit.goodput import read_attempt_times, read_goodput
 from dlac_pipeline.audit.lakehouse_sql import rows_of, sql_script
-from dlac_pipeline.audit.losses import LossCurve
 from dlac_pipeline.audit.wording import format_bytes, format_duration
+from dlac_pipeline.extensions.look.goodput import read_attempt_times, read_goodput
+from dlac_pipeline.extensions.look.losses import LossCurve
 from dlac_pipeline.lakehouse.errors import BadInput
 from dlac_pipeline.lakehouse.ledger.recoveries import Recovery
 

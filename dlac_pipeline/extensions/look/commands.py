@@ -44,7 +44,7 @@ def status(
     if watch:
         watch_run(lambda: ui.lakehouse_of(spec, home), run, ui.OUT, every_s=every_s, as_json=as_json, options=options)
         return
-    from dlac_pipeline.operations.status import run_status
+    from dlac_pipeline.extensions.look.run_state import run_status
 
     facts = run_status(ui.lakehouse_of(spec, home), run)
     if as_json:
@@ -56,7 +56,7 @@ def status(
 @ui.command(app, ui.LOOK, "dlac runs", "dlac runs --json")
 def runs(home: ui.Home = None, spec: ui.SpecOption = None, as_json: ui.AsJson = False) -> None:
     """List the runs of a lakehouse, by their last commit: state, step, last checkpoint, attempts."""
-    from dlac_pipeline.operations.status import list_runs
+    from dlac_pipeline.extensions.look.run_state import list_runs
 
     found = list_runs(ui.lakehouse_of(spec, home))
     if as_json:
