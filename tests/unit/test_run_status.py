@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from dlac_pipeline.cli.display import command_with, describe_live, describe_outcome, describe_status
-from dlac_pipeline.cli.shared import facts_table
+from dlac_pipeline.cli.display import describe_outcome
+from dlac_pipeline.cli.shared import command_with, facts_table
 from dlac_pipeline.extensions.look.commands import describe_incident
+from dlac_pipeline.extensions.look.display import describe_live, describe_status
 from dlac_pipeline.extensions.look.run_state import current_failure, standing_of
 from dlac_pipeline.lakehouse.ledger.recoveries import Recovery
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow, FinishRow, LedgerRow

@@ -1,24 +1,23 @@
-"""Runs: the state of one, the list of all, and recoveries."""
+"""Commands that look at runs: `dlac status`, `dlac runs` and `dlac incidents`."""
 
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
-import typer
 from typer import Argument, Option
 
 from dlac_pipeline.audit.wording import format_age, format_count, format_duration
 from dlac_pipeline.cli import shared as ui
-from dlac_pipeline.cli.display import command_with, describe_status, watch_run
+from dlac_pipeline.extensions.look.display import describe_status, watch_run
 from dlac_pipeline.lakehouse.ledger.run_rows import check_run_name
 from dlac_pipeline.spec.spec_problems import LONGEST_WAIT_S
 
 if TYPE_CHECKING:
     from dlac_pipeline.lakehouse.ledger.recoveries import Recovery
 
-app = typer.Typer()
+PANEL = "Look"
 
 
-@ui.command(app, ui.LOOK, "dlac status my-run", "dlac status my-run --watch", "dlac status my-run --json")
+@ui.extension_command("dlac status my-run", "dlac status my-run --watch", "dlac status my-run --json")
 def status(
     run: ui.RunName,
     home: ui.Home = None,
@@ -48,12 +47,12 @@ def status(
 
     facts = run_status(ui.lakehouse_of(spec, home), run)
     if as_json:
-        ui.show_json({**facts, "next_command": command_with(facts["next_command"], options)})
+        ui.show_json({**facts, "next_command": ui.command_with(facts["next_command"], options)})
     else:
         ui.OUT.print(ui.facts_table(describe_status(facts, options)))
 
 
-@ui.command(app, ui.LOOK, "dlac runs", "dlac runs --json")
+@ui.extension_command("dlac runs", "dlac runs --json")
 def runs(home: ui.Home = None, spec: ui.SpecOption = None, as_json: ui.AsJson = False) -> None:
     """List the runs of a lakehouse, by their last commit: state, step, last checkpoint, attempts."""
     from dlac_pipeline.extensions.look.run_state import list_runs
@@ -71,7 +70,7 @@ def runs(home: ui.Home = None, spec: ui.SpecOption = None, as_json: ui.AsJson = 
     ui.show_table(names, rows, right=("step", "attempts"), empty="no run yet: `dlac train SPEC` starts one")
 
 
-@ui.command(app, ui.LOOK, "dlac incidents my-run", "dlac incidents --json")
+@ui.extension_command("dlac incidents my-run", "dlac incidents --json")
 def incidents(
     run: Annotated[
         str | None,

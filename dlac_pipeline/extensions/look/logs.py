@@ -10,11 +10,10 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
 from typer import Option
 
 from dlac_pipeline.cli.display import Interrupted
-from dlac_pipeline.cli.shared import ERR, LOOK, Home, RunName, SpecOption, command, ledger_of
+from dlac_pipeline.cli.shared import ERR, Home, RunName, SpecOption, extension_command, ledger_of
 from dlac_pipeline.lakehouse.errors import DlacError, LogsMissing, SpecInvalid
 from dlac_pipeline.lakehouse.ledger.run_rows import claim_of
 from dlac_pipeline.supervise.ranks.rank_logs import LogReader
@@ -23,14 +22,14 @@ if TYPE_CHECKING:
     from dlac_pipeline.lakehouse.ledger.ledger import Ledger
     from dlac_pipeline.lakehouse.ledger.typed_rows import LedgerRow
 
-app = typer.Typer()
+PANEL = "Look"
 _MOST = 2**31 - 1
 _LOOK_EVERY_S = 0.2
 _ASK_EVERY_S = 2.0
 """Of the ledger: whether the run has ended, or another attempt was claimed."""
 
 
-@command(app, LOOK, "dlac logs my-run", "dlac logs my-run --rank 3 --tail 100")
+@extension_command("dlac logs my-run", "dlac logs my-run --rank 3 --tail 100")
 def logs(
     run: RunName,
     rank: Annotated[

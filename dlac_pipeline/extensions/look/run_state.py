@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dlac_pipeline.audit.wording import format_ago
+from dlac_pipeline.cli.shared import SPEC_PLACEHOLDER
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger import run_rows
 from dlac_pipeline.lakehouse.ledger.branches import exclusions_in_force
@@ -25,8 +26,6 @@ from dlac_pipeline.supervise.retry_policy import LOST_AFTER_S
 
 _KEYS = ("run", "seq", "kind", "attempt", "nonce")
 _COLUMNS = (*_KEYS, "step", "checkpoint_id", "parent", "head_after", "committed_at", "reason", "checkpoint", "claim")
-SPEC_PLACEHOLDER = "FILE"
-"""Placeholder in a command for a job spec whose path is unknown on this node."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
