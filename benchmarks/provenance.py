@@ -26,8 +26,8 @@ import duckdb
 from benchmarks.figures import Figure, report
 from dlac_pipeline.audit import audit
 from dlac_pipeline.audit.audit import audit_run
-from dlac_pipeline.audit.explain import explain_sql
 from dlac_pipeline.audit.lakehouse_sql import open_audit
+from dlac_pipeline.extensions.erasure.explain import explain_sql
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger

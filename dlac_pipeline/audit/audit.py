@@ -20,7 +20,7 @@ from pyiceberg.io import FileIO
 from pyiceberg.table import Table
 
 from dlac_pipeline.audit.lakehouse_sql import open_audit, rows_of
-from dlac_pipeline.audit.record import is_continued, read_audit_record, read_merged, write_audit_record
+from dlac_pipeline.extensions.auditors.record import is_continued, read_audit_record, read_merged, write_audit_record
 from dlac_pipeline.lakehouse.errors import NoSuchTable
 from dlac_pipeline.lakehouse.files.open_file import open_file
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse

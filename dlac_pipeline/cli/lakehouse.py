@@ -59,8 +59,8 @@ def audit(
     It audits the surviving lineage, or that of another head on a branch that a rewind has abandoned.
     """
     from dlac_pipeline.audit.audit import audit_run
-    from dlac_pipeline.audit.explain import explain_sql
     from dlac_pipeline.audit.table import audit_table
+    from dlac_pipeline.extensions.erasure.explain import explain_sql
 
     lakehouse = ui.lakehouse_of(spec, home)
     if explain or iceberg:

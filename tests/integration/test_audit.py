@@ -13,7 +13,6 @@ import pytest
 from rich.console import Console
 
 from dlac_pipeline.audit.audit import audit_run, open_run
-from dlac_pipeline.audit.explain import explain_sql
 from dlac_pipeline.audit.lakehouse_sql import (
     KEPT_TABLES,
     KEPT_TABLES_OF_ONE_RUN,
@@ -23,6 +22,7 @@ from dlac_pipeline.audit.lakehouse_sql import (
     rows_of,
 )
 from dlac_pipeline.audit.table import audit_table
+from dlac_pipeline.extensions.erasure.explain import explain_sql
 from dlac_pipeline.extensions.look.goodput import read_attempt_times, read_goodput
 from dlac_pipeline.extensions.look.losses import read_losses
 from dlac_pipeline.extensions.look.plots import draw_coverage, draw_goodput, draw_losses

@@ -13,8 +13,8 @@ from pyiceberg.table import CommitTableResponse, Table
 from sqlalchemy.exc import OperationalError
 
 from dlac_pipeline.audit.audit import audit_run
-from dlac_pipeline.audit.explain import explain_sql
 from dlac_pipeline.audit.lakehouse_sql import open_audit, rows_of
+from dlac_pipeline.extensions.erasure.explain import explain_sql
 from dlac_pipeline.extensions.upkeep.pins import list_pins
 from dlac_pipeline.extensions.upkeep.upkeep import run_upkeep
 from dlac_pipeline.lakehouse.errors import LakehouseError, SpecInvalid

@@ -15,12 +15,12 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import dlac_pipeline as dlac
-from dlac_pipeline.audit.explain import EXPLAINED
 from dlac_pipeline.checkpoint.store import tiers_of
 from dlac_pipeline.extensions.branches.appends import retire_left
 from dlac_pipeline.extensions.branches.rewind import rewind_run
 from dlac_pipeline.extensions.deepspeed.deepspeed_state import DeepSpeedState
 from dlac_pipeline.extensions.erasure.certificate import differences, make_key
+from dlac_pipeline.extensions.erasure.explain import EXPLAINED
 from dlac_pipeline.extensions.erasure.passport import write_passport
 from dlac_pipeline.extensions.erasure.seen import who_has_seen
 from dlac_pipeline.extensions.exchange.export import export_tensors, export_weights
