@@ -27,6 +27,7 @@ from benchmarks.figures import Figure, report
 from dlac_pipeline.audit import audit
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.audit.lakehouse_sql import open_audit
+from dlac_pipeline.extensions.auditors.record import audit_since
 from dlac_pipeline.extensions.erasure.explain import explain_sql
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
@@ -152,7 +153,7 @@ def _plain(lakehouse: Lakehouse, asked: dict[str, Any]) -> Any:
 
 def _audit(lakehouse: Lakehouse, asked: dict[str, Any], **more: Any) -> Any:
     audit._file_problems = lambda *_: []  # there are no data files
-    report = audit_run(lakehouse, asked["run"], **more)
+    report = (audit_since if "record" in more else audit_run)(lakehouse, asked["run"], **more)
     return [report.rows_consumed, report.rows_missing, report.problems, report.recorded_checkpoint]
 
 

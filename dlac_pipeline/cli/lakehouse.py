@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 from typer import Option
 
+import dlac_pipeline as dlac
 from dlac_pipeline.cli import shared as ui
 from dlac_pipeline.cli.extension_commands import InnerGroup
 
@@ -60,13 +61,14 @@ def audit(
     """
     from dlac_pipeline.audit.audit import audit_run
     from dlac_pipeline.audit.table import audit_table
-    from dlac_pipeline.extensions.erasure.explain import explain_sql
 
     lakehouse = ui.lakehouse_of(spec, home)
     if explain or iceberg:
-        sys.stdout.write(explain_sql(lakehouse, run, checkpoint, iceberg=iceberg))
+        sys.stdout.write(dlac.explain_sql(lakehouse, run, checkpoint, iceberg=iceberg))
         return
-    report = audit_run(lakehouse, run, checkpoint, record=record)
+    report = (
+        dlac.audit_since(lakehouse, run, checkpoint, record=record) if record else audit_run(lakehouse, run, checkpoint)
+    )
     if as_json:
         ui.show_json(report.to_json())
     else:

@@ -17,11 +17,11 @@ from dlac_pipeline.audit.lakehouse_sql import (
     KEPT_TABLES,
     KEPT_TABLES_OF_ONE_RUN,
     OWN_TABLES,
-    lock_to_lakehouse,
     open_audit,
     rows_of,
 )
 from dlac_pipeline.audit.table import audit_table
+from dlac_pipeline.extensions.auditors.queries import lock_to_lakehouse
 from dlac_pipeline.extensions.erasure.explain import explain_sql
 from dlac_pipeline.extensions.look.goodput import read_attempt_times, read_goodput
 from dlac_pipeline.extensions.look.losses import read_losses

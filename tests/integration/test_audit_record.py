@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from dlac_pipeline.audit.audit import audit_run
+from dlac_pipeline.extensions.auditors.record import audit_since
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.ledger.typed_rows import Columns
 from tests.integration.audit_runs import (
@@ -51,7 +52,7 @@ def test_record_answers_as_the_whole_ledger(workshop: Workshop, kind: str, tmp_p
     for part in [[], *parts, []]:
         if part:
             workshop.append_rows("consumption", part)
-        found = audit_run(workshop.lakehouse, run, record=tmp_path / "record")
+        found = audit_since(workshop.lakehouse, run, record=tmp_path / "record")
         assert found.exact
         assert replace(found, recorded_checkpoint=None) == audit_run(workshop.lakehouse, run)
         heads.append((found.recorded_checkpoint, found.head_checkpoint))
@@ -83,11 +84,11 @@ def test_forgery_after_record_is_found(workshop: Workshop, forged: str, tmp_path
     run, parts = _parts(workshop, of, FORGED[forged](_last(seqs[-3])))
     for part in parts[:-2]:
         workshop.append_rows("consumption", part)
-    assert audit_run(workshop.lakehouse, run, record=tmp_path / "record").exact
+    assert audit_since(workshop.lakehouse, run, record=tmp_path / "record").exact
     recorded = (tmp_path / "record").read_bytes()
     for part in parts[-2:]:
         workshop.append_rows("consumption", part)
-    found = audit_run(workshop.lakehouse, run, record=tmp_path / "record")
+    found = audit_since(workshop.lakehouse, run, record=tmp_path / "record")
     assert not found.exact
     assert found == audit_run(workshop.lakehouse, run)
     assert (tmp_path / "record").read_bytes() == recorded
@@ -111,9 +112,9 @@ def test_changed_past_is_audited_again(
     name = f"forged{next(workshop.names)}"
     rows, _ = workshop.forged(name, of, unchanged, None)
     workshop.append_rows("consumption", rows)
-    assert audit_run(workshop.lakehouse, name, record=tmp_path / "record").exact
+    assert audit_since(workshop.lakehouse, name, record=tmp_path / "record").exact
     workshop.append_rows("consumption", [row(rows)])
-    found = audit_run(workshop.lakehouse, name, record=tmp_path / "record")
+    found = audit_since(workshop.lakehouse, name, record=tmp_path / "record")
     assert found.exact == exact
     assert found.recorded_checkpoint is None
     assert found == audit_run(workshop.lakehouse, name)
@@ -122,7 +123,7 @@ def test_changed_past_is_audited_again(
 def test_record_must_be_of_the_run(workshop: Workshop, tmp_path: Path) -> None:
     """Another file, another run's record, and a missing folder are refused, and the file stays as it was."""
     run = trained(workshop, "packed")
-    audit_run(workshop.lakehouse, trained(workshop, "followed"), record=tmp_path / "other")
+    audit_since(workshop.lakehouse, trained(workshop, "followed"), record=tmp_path / "other")
     pq.write_table(pa.table({"a": [1]}), tmp_path / "parquet")
     (tmp_path / "text").write_text("notes")
     for name, found in (
@@ -134,5 +135,5 @@ def test_record_must_be_of_the_run(workshop: Workshop, tmp_path: Path) -> None:
         path = tmp_path / name
         before = path.read_bytes() if path.exists() else None
         with pytest.raises(SpecInvalid, match=found):
-            audit_run(workshop.lakehouse, run, record=path)
+            audit_since(workshop.lakehouse, run, record=path)
         assert (path.read_bytes() if path.exists() else None) == before

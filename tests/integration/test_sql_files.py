@@ -10,8 +10,9 @@ from typing import Any
 import duckdb
 import pytest
 
-from dlac_pipeline.audit.lakehouse_sql import check_reads_only, lock_to_lakehouse, open_audit
+from dlac_pipeline.audit.lakehouse_sql import open_audit
 from dlac_pipeline.cli.main import app
+from dlac_pipeline.extensions.auditors.queries import check_reads_only, lock_to_lakehouse
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import DlacError, SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect

@@ -5,16 +5,19 @@ they were made of. A later audit compares that digest with the ledger, and reads
 """
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from dlac_pipeline.audit.audit import AUDITED, AuditReport, audit_open_run, open_run
 from dlac_pipeline.audit.lakehouse_sql import rows_of, sql_script
 from dlac_pipeline.lakehouse.durable_io import temporary_beside
 from dlac_pipeline.lakehouse.errors import SpecInvalid
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 
 _KEY = b"dlac.audit"
 _DIGEST = (
@@ -37,6 +40,26 @@ class AuditRecord:
     """Sum of DuckDB's hashes of the advances. Another version of DuckDB may hash otherwise: then everything is audited again."""
     uneven: tuple[str, ...]
     """Checkpoints whose shares are uneven for a good reason. Later rows may refute the reason, so they are checked again."""
+
+
+def audit_since(lakehouse: Lakehouse, run: str, checkpoint: str | None = None, *, record: Path) -> AuditReport:
+    """Audit a run as `audit_run` does, since the earlier audit that a file of the auditor records, if that is possible.
+
+    Everything is audited if that is not exact, or the ledger has other rows or another lineage than then. An exact audit
+    is recorded. Raises `SpecInvalid` for a file that is no record of the run, or cannot be written.
+    """
+    earlier = read_audit_record(record, run)
+    if earlier is not None:
+        merge = partial(read_merged, path=record, record=earlier)
+        with open_run(lakehouse, run, checkpoint, query=AUDITED, merge=merge) as connection:
+            if is_continued(connection, earlier) and (report := audit_open_run(lakehouse, connection, run)).exact:
+                write_audit_record(connection, record, run, earlier)
+                return replace(report, recorded_checkpoint=earlier.checkpoint_id)
+    with open_run(lakehouse, run, checkpoint, query=AUDITED) as connection:
+        report = audit_open_run(lakehouse, connection, run)
+        if report.exact:
+            write_audit_record(connection, record, run)
+        return report
 
 
 def read_audit_record(path: Path, run: str) -> AuditRecord | None:

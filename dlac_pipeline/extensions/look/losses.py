@@ -38,9 +38,9 @@ def read_losses(connection: duckdb.DuckDBPyConnection, run: str) -> LossCurve:
 def differing_steps(one: LossCurve, other: LossCurve) -> list[int]:
     """Return the steps at which the losses of two runs differ, bit for bit. A step of only one run differs."""
     steps = sorted(one.losses.keys() | other.losses.keys())
-    return [step for step in steps if bits_of(one.losses.get(step)) != bits_of(other.losses.get(step))]
+    return [step for step in steps if _bits_of(one.losses.get(step)) != _bits_of(other.losses.get(step))]
 
 
-def bits_of(loss: float | None) -> bytes | None:
-    """Return the bits of a loss: equal for equal losses alone, also where they are NaN."""
+def _bits_of(loss: float | None) -> bytes | None:
+    """Return the bits of a loss. Bits of NaN are equal, too."""
     return None if loss is None else struct.pack("<d", loss)

@@ -9,7 +9,7 @@ from typer import Option
 
 from dlac_pipeline.audit.wording import format_count
 from dlac_pipeline.cli import shared as ui
-from dlac_pipeline.extensions.auditors.commands import show_step_rows
+from dlac_pipeline.extensions.replay.rows_command import show_step_rows
 from dlac_pipeline.lakehouse.plain_json import strict_json
 from dlac_pipeline.spec.spec_problems import MOST_STEPS
 

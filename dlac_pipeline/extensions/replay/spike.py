@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from dlac_pipeline.checkpoint.spikes import LossWindow, Spike, count_to_blame, find_spikes, finite_or_inf
-from dlac_pipeline.extensions.look.losses import bits_of
 from dlac_pipeline.extensions.replay.named_rows import filter_of_rows
+from dlac_pipeline.extensions.replay.replay import bits_of
 from dlac_pipeline.extensions.replay.step_replay import ReplayStart, replay_steps
 from dlac_pipeline.lakehouse.errors import NothingToRehearse, ScriptInvalid, SpecInvalid
 from dlac_pipeline.lakehouse.history.row_matching import identity_keys
