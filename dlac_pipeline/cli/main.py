@@ -16,13 +16,13 @@ from rich.text import Text
 from typer import Option
 
 from dlac_pipeline.cli import (
-    checkpoints,
     lakehouse,
     training,
 )
 from dlac_pipeline.cli.display import Interrupted
 from dlac_pipeline.cli.extension_commands import ExtensibleGroup
 from dlac_pipeline.cli.shared import ERR, OUT, terminal_text
+from dlac_pipeline.extensions.kept_checkpoints import commands as checkpoints
 from dlac_pipeline.lakehouse.errors import DlacError
 from dlac_pipeline.lakehouse.variables import check_pyiceberg
 from dlac_pipeline.launchers.bug_report import report_unexpected

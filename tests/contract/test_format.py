@@ -10,7 +10,7 @@ import pytest
 from pyiceberg.expressions import AlwaysTrue, And, BooleanExpression
 
 from dlac_pipeline.audit.audit import audit_run
-from dlac_pipeline.checkpoint.listing import list_checkpoints, verify_checkpoints
+from dlac_pipeline.extensions.kept_checkpoints.listing import list_checkpoints, verify_checkpoints
 from dlac_pipeline.extensions.look.run_state import list_runs
 from dlac_pipeline.lakehouse.iceberg.connect import among, equals, more_than
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger

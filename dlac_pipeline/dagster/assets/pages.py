@@ -7,8 +7,8 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from dlac_pipeline.audit import audit, lakehouse_sql
-from dlac_pipeline.checkpoint.listing import list_checkpoints
 from dlac_pipeline.dagster.metadata import picture, sql_metadata, table
+from dlac_pipeline.extensions.kept_checkpoints.listing import list_checkpoints
 from dlac_pipeline.extensions.look import goodput, losses, plots
 from dlac_pipeline.extensions.look.run_state import run_status
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse

@@ -17,9 +17,9 @@ import numpy.typing as npt
 from blake3 import blake3
 
 from dlac_pipeline.audit.lakehouse_sql import open_audit, rows_of, sql_script
-from dlac_pipeline.checkpoint.listing import checkpoint_of_file
 from dlac_pipeline.checkpoint.manifest import content_digest
 from dlac_pipeline.extensions.erasure.xor_filter import XorFilter
+from dlac_pipeline.extensions.kept_checkpoints.listing import checkpoint_of_file
 from dlac_pipeline.lakehouse.durable_io import write_durably
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse

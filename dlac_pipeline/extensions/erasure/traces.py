@@ -16,13 +16,13 @@ from pyiceberg.manifest import DataFile
 
 from dlac_pipeline.extensions.erasure.certificate import contradictions
 from dlac_pipeline.extensions.erasure.forget import ForgetPlan, SpecOf, plan_forget
+from dlac_pipeline.extensions.upkeep.orphans import remove_orphans
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import NO_KEY, Lakehouse, equals
 from dlac_pipeline.lakehouse.ledger.journal import Journal
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
 from dlac_pipeline.lakehouse.maintenance.expiry import UPKEEP_OF_SNAPSHOT, committing, expire
-from dlac_pipeline.lakehouse.maintenance.orphans import remove_orphans
 from dlac_pipeline.lakehouse.retrying import retrying
 
 _FILES = 64

@@ -27,7 +27,7 @@ def show_checkpoints(
     run: ui.RunName, home: ui.Home = None, spec: ui.SpecOption = None, as_json: ui.AsJson = False
 ) -> None:
     """List the checkpoints of a run: step, age, size, and state (kept, left by a rewind, retired or damaged)."""
-    from dlac_pipeline.checkpoint.listing import list_checkpoints
+    from dlac_pipeline.extensions.kept_checkpoints.listing import list_checkpoints
 
     listed = list_checkpoints(ui.lakehouse_of(spec, home), run)
     if as_json:
@@ -82,8 +82,8 @@ def verify(
 
     The ledger records the result. `dlac checkpoint list` shows when each checkpoint last matched.
     """
-    from dlac_pipeline.checkpoint.listing import verify_checkpoints
     from dlac_pipeline.checkpoint.store import tiers_of
+    from dlac_pipeline.extensions.kept_checkpoints.listing import verify_checkpoints
     from dlac_pipeline.lakehouse.ledger.commits import record_verified
 
     problems: dict[str, str | None] = {}
