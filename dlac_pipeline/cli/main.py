@@ -22,7 +22,6 @@ from dlac_pipeline.cli import (
 from dlac_pipeline.cli.display import Interrupted
 from dlac_pipeline.cli.extension_commands import ExtensibleGroup
 from dlac_pipeline.cli.shared import ERR, OUT, terminal_text
-from dlac_pipeline.extensions.kept_checkpoints import commands as checkpoints
 from dlac_pipeline.lakehouse.errors import DlacError
 from dlac_pipeline.lakehouse.variables import check_pyiceberg
 from dlac_pipeline.launchers.bug_report import report_unexpected
@@ -39,7 +38,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for _part in (training, lakehouse, checkpoints):
+for _part in (training, lakehouse):
     app.add_typer(_part.app)
 
 

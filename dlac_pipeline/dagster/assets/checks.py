@@ -126,8 +126,7 @@ def verify_head(
     `NoSuchCheckpoint` if its head was retired while it was read, `NoRestorableCheckpoint` if every checkpoint is damaged, or
     `StoreUnavailable` if the store does not answer. That is no damage, and nothing is recorded.
     """
-    from dlac_pipeline.extensions.kept_checkpoints.listing import list_checkpoints, verify_checkpoints
-    from dlac_pipeline.lakehouse.ledger.commits import record_verified
+    from dlac_pipeline.extensions.kept_checkpoints.listing import list_checkpoints, record_verified, verify_checkpoints
     from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 
     listed = list_checkpoints(lakehouse, run)

@@ -115,7 +115,7 @@ def identify(
     as_json: ui.AsJson = False,
 ) -> None:
     """Identify the checkpoint of a file of weights, by its digest. `dlac sql` shows what it has consumed."""
-    from dlac_pipeline.extensions.kept_checkpoints.listing import checkpoint_of_file
+    from dlac_pipeline.extensions.exchange.identify import checkpoint_of_file
 
     ui.show_facts(checkpoint_of_file(ui.lakehouse_of(spec, home), file), as_json=as_json)
 

@@ -1,4 +1,4 @@
-"""`dlac checkpoint`: list, tag, verify and retire checkpoints of a run. Extensions add commands."""
+"""Commands of kept checkpoints: `dlac checkpoint list`, `tag`, `untag` and `verify`."""
 
 from dataclasses import asdict
 from secrets import token_hex
@@ -9,20 +9,10 @@ from typer import Argument, Option
 
 from dlac_pipeline.audit.wording import format_age, format_bytes
 from dlac_pipeline.cli import shared as ui
-from dlac_pipeline.cli.extension_commands import InnerGroup
 from dlac_pipeline.lakehouse.ledger.run_rows import check_checkpoint_name
 
-app = typer.Typer()
-checkpoint = typer.Typer(cls=InnerGroup, no_args_is_help=True)
-app.add_typer(
-    checkpoint,
-    name="checkpoint",
-    help="Group: list, tag, verify, retire and export checkpoints, and adopt checkpoints of other programs.",
-    rich_help_panel=ui.STORAGE,
-)
 
-
-@ui.command(checkpoint, None, "dlac checkpoint list my-run", "dlac checkpoint list my-run --json", name="list")
+@ui.extension_command("dlac checkpoint list my-run", "dlac checkpoint list my-run --json")
 def show_checkpoints(
     run: ui.RunName, home: ui.Home = None, spec: ui.SpecOption = None, as_json: ui.AsJson = False
 ) -> None:
@@ -42,7 +32,7 @@ def show_checkpoints(
     ui.show_table(names, rows, right=("step", "size", "attempt"), empty=f"run {run} has no checkpoint yet")
 
 
-@ui.command(checkpoint, None, "dlac checkpoint tag my-run best", "dlac checkpoint tag my-run best --step 400")
+@ui.extension_command("dlac checkpoint tag my-run best", "dlac checkpoint tag my-run best --step 400")
 def tag(
     run: ui.RunName,
     name: Annotated[str, Argument(help="Name of the tag.", callback=check_checkpoint_name)],
@@ -57,7 +47,7 @@ def tag(
     ui.show_text(f"checkpoint {checkpoint_id} is tagged {name}")
 
 
-@ui.command(checkpoint, None, "dlac checkpoint untag my-run best")
+@ui.extension_command("dlac checkpoint untag my-run best")
 def untag(
     run: ui.RunName,
     name: Annotated[str, Argument(help="Name of the tag.")],
@@ -71,7 +61,7 @@ def untag(
     ui.show_text(f"checkpoint {checkpoint_id} is not tagged {name} any more")
 
 
-@ui.command(checkpoint, None, "dlac checkpoint verify my-run", "dlac checkpoint verify my-run --step 400")
+@ui.extension_command("dlac checkpoint verify my-run", "dlac checkpoint verify my-run --step 400")
 def verify(
     run: ui.RunName,
     home: ui.Home = None,
@@ -83,8 +73,7 @@ def verify(
     The ledger records the result. `dlac checkpoint list` shows when each checkpoint last matched.
     """
     from dlac_pipeline.checkpoint.store import tiers_of
-    from dlac_pipeline.extensions.kept_checkpoints.listing import verify_checkpoints
-    from dlac_pipeline.lakehouse.ledger.commits import record_verified
+    from dlac_pipeline.extensions.kept_checkpoints.listing import record_verified, verify_checkpoints
 
     problems: dict[str, str | None] = {}
     ledger = ui.ledger_of(spec, home)

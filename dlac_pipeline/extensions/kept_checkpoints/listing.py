@@ -1,19 +1,19 @@
 """Checkpoints of a run as an operator sees them, and the comparison of their files with the committed digests."""
 
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from dlac_pipeline.checkpoint.manifest import read_manifest, verify_files
 from dlac_pipeline.checkpoint.store import MANIFEST, folder_name_of, folder_uri
 from dlac_pipeline.lakehouse.errors import CheckpointDamaged, NoSuchCheckpoint, StoreUnavailable
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger import commits, run_rows, typed_rows
-from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.lakehouse.store_files import StoreFiles, file_digest
+from dlac_pipeline.lakehouse.ledger.ledger import Append, Ledger, RunState
+from dlac_pipeline.lakehouse.store_files import StoreFiles
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,6 +117,21 @@ def verify_checkpoints(
             yield Verification(each, problem)
 
 
+def record_verified(ledger: Ledger, run: str, problems: Mapping[str, str | None], *, verification: str) -> None:
+    """Record comparisons of digests: id of a checkpoint -> problem, None for a whole one.
+
+    `verification` is the caller's own id of it: after a lost answer it is not recorded twice.
+    """
+
+    def decide(state: RunState) -> Append | None:
+        if any(row.verification == verification for row in ledger.rows_at(state, kinds=(typed_rows.VerifyRow,))):
+            return None
+        row = partial(typed_rows.VerifyRow, verification=verification)
+        return commits.beside(state, [row(checkpoint_id=each, problem=problem) for each, problem in problems.items()])
+
+    ledger.append(run, decide)
+
+
 def _retired_meanwhile(lakehouse: Lakehouse, checkpoint: ListedCheckpoint) -> bool:
     listed = list_checkpoints(lakehouse, checkpoint.run)
     return any(one.checkpoint_id == checkpoint.checkpoint_id and one.state == "retired" for one in listed)
@@ -143,22 +158,3 @@ def _tiers_of(row: typed_rows.CheckpointRow, claim: typed_rows.ClaimRow) -> list
     copy = Path(claim.local) / row.run / folder_name_of(row.manifest_uri) / MANIFEST
     is_here = claim.local and claim.host == socket.gethostname() and copy.is_file()
     return ["local", "store"] if is_here and copy.resolve().as_uri() != row.manifest_uri else ["store"]
-
-
-def checkpoint_of_file(lakehouse: Lakehouse, path: Path) -> dict[str, Any]:
-    """Return the checkpoint from which a file of weights was exported, by its digest. Raise `NoSuchCheckpoint` without one."""
-    digest = file_digest(path)
-    row = Ledger(lakehouse).export(digest)
-    if row is None:
-        raise NoSuchCheckpoint(
-            f"expected {str(path)!r} to be an export that this lakehouse knows, found none with its digest {digest}"
-        )
-    checkpoint = run_rows.checkpoint_rows(Ledger(lakehouse).head_rows(row.run))[row.checkpoint_id]
-    return {
-        "digest": digest,
-        "run": row.run,
-        "checkpoint_id": row.checkpoint_id,
-        "step": checkpoint.step,
-        "model_digest": checkpoint.model_digest,
-        "exported_at": row.committed_at,
-    }

@@ -1,10 +1,9 @@
-"""Rules of appends to a run's ledger: claim, checkpoint, quarantine, name, export, verify, finish."""
+"""Rules of appends to a run's ledger: claim, checkpoint, quarantine, name, export, finish."""
 
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from dlac_pipeline.lakehouse import errors
@@ -150,21 +149,6 @@ def record_exports(ledger: Ledger, run: str, exports: Sequence[typed_rows.Export
         known = {row.digest for row in ledger.rows_at(state, kinds=(typed_rows.ExportRow,))}
         new = [row for row in exports if row.digest not in known]
         return beside(state, new) if new else None
-
-    ledger.append(run, decide)
-
-
-def record_verified(ledger: Ledger, run: str, problems: Mapping[str, str | None], *, verification: str) -> None:
-    """Record comparisons of digests: id of a checkpoint -> problem, None for a whole one.
-
-    `verification` is the caller's own id of it: after a lost answer it is not recorded twice.
-    """
-
-    def decide(state: RunState) -> Append | None:
-        if any(row.verification == verification for row in ledger.rows_at(state, kinds=(typed_rows.VerifyRow,))):
-            return None
-        row = partial(typed_rows.VerifyRow, verification=verification)
-        return beside(state, [row(checkpoint_id=each, problem=problem) for each, problem in problems.items()])
 
     ledger.append(run, decide)
 

@@ -39,13 +39,15 @@ from tests.fixtures import Command
 KILLED = """
 import os, signal, sys
 from pathlib import Path
+import dlac_pipeline as dlac
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.extensions.erasure import execution, traces
 from dlac_pipeline.spec.job_spec import read_spec
 
 spec = read_spec(Path(sys.argv[1]))
 module, function = sys.argv[2].split(".")
-setattr(globals()[module], function, lambda *args, **rest: os.kill(os.getpid(), signal.SIGKILL))
+owner = globals()[module]
+setattr(owner if hasattr(owner, function) else dlac, function, lambda *args, **rest: os.kill(os.getpid(), signal.SIGKILL))
 if module == "execution":
     execution.execute_forget(connect(spec.lakehouse), "src.t", [sys.argv[3]], lambda run: spec)
 else:
