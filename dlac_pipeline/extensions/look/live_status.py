@@ -122,7 +122,7 @@ class LiveStatus:
 
     def _rate(self, ranks: list[RankHeartbeat], now: float) -> float | None:
         """Return steps per second, counted from the first finished step of an attempt, which starts and loads before it."""
-        if not ranks or not all(each.spent.rows for each in ranks):
+        if not any(each.spent.rows for each in ranks):
             self._steps.clear()
             return None
         step = min(each.step for each in ranks)
