@@ -77,7 +77,7 @@ def train(
     With several nodes, start the same command on each of them. A node that gets SIGTERM exits, and the others continue. With
     launch.on = "slurm" or "kubernetes" this command submits one job and follows it. If it is stopped, it cancels the job.
     """
-    from dlac_pipeline.elastic.torchrun_options import are_given, launch_settings
+    from dlac_pipeline.extensions.torchrun.options import are_given, launch_settings
 
     job = ui.resolved(spec, home)
     environment = os.environ if job.launch.on == "here" else {}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dlac_pipeline.elastic.torchrun_options import are_given, launch_settings
+from dlac_pipeline.extensions.torchrun.options import are_given, launch_settings
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.spec.launch_spec import LaunchSpec
 

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from dlac_pipeline.elastic.torchrun_options import launch_settings
+from dlac_pipeline.extensions.torchrun.options import launch_settings
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.named_catalogs import check_properties
 from dlac_pipeline.lakehouse.variables import check_pyiceberg
