@@ -39,7 +39,7 @@ import yaml
 
 import dlac_pipeline as dlac
 from benchmarks.figures import Figure, report
-from dlac_pipeline.extensions.branches.appends import retire_left
+from dlac_pipeline.extensions.branches.retire import retire_left
 from dlac_pipeline.extensions.branches.rewind import rewind_run
 from dlac_pipeline.extensions.erasure.certificate import certify, make_key
 from dlac_pipeline.extensions.erasure.execution import execute_forget

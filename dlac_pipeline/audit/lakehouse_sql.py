@@ -1,21 +1,24 @@
 """DuckDB over a lakehouse: DLAC's six tables as they were when it was opened, and over them alone the views of `sql/`."""
 
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache
 from importlib.resources import files
+from itertools import product
 from tempfile import gettempdir
 from typing import Any
 from uuid import uuid4
 
 import duckdb
+import pyarrow as pa
 from pyiceberg.expressions import AlwaysTrue, And, BooleanExpression
 from pyiceberg.table import Table
 
 from dlac_pipeline.lakehouse.iceberg import own_rows
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, among, at_most, equals
 from dlac_pipeline.lakehouse.iceberg.own_rows import sql_literals
+from dlac_pipeline.lakehouse.iceberg.row_groups import FilesToRead, row_groups_of
 
 QUESTIONS = (
     *("bare_path", "checkpoints", "branch_checkpoints", "lineage", "ancestors"),
@@ -50,6 +53,8 @@ KEPT_TABLES_OF_ONE_RUN = ("dead_positions", "block_tiles", "intervals", "uneven_
 """Further such views. They are too expensive without a run."""
 AUDIT_TABLES = (*KEPT_TABLES, *KEPT_TABLES_OF_ONE_RUN)
 """Views of the audit of one run that are computed once."""
+NO_PLACES = pa.schema({"plan_id": pa.string(), "file_path": pa.string(), "row": pa.int64()}).empty_table()
+"""No row of a plan."""
 
 
 @cache
@@ -172,3 +177,20 @@ def rows_of(connection: duckdb.DuckDBPyConnection, query: str, parameters: Any =
     answer = connection.execute(query, parameters)
     names = [column[0] for column in answer.description or ()]
     return [dict(zip(names, row, strict=True)) for row in answer.fetchall()]
+
+
+def excluded_places(
+    connection: duckdb.DuckDBPyConnection, table: Table, where: Sequence[str], plans: Mapping[str, Any]
+) -> pa.Table:
+    """Return the rows (plan_id, file_path, row) that an expression matches, of `plan_ids` of a `snapshot_id` and `schema_id`.
+
+    Rows that the snapshot has deleted are among them. They are dead in these plans.
+    """
+    query = "SELECT DISTINCT file_path FROM units WHERE list_contains($1, plan_id)"
+    paths = {path for (path,) in connection.execute(query, [plans["plan_ids"]]).fetchall()}
+    schema, parts = table.schemas()[plans["schema_id"]], [NO_PLACES]
+    groups = row_groups_of(table, plans["snapshot_id"], "", schema=schema, reads=FilesToRead(only=paths), exclude=where)
+    for group, plan_id in product(groups, plans["plan_ids"]):
+        names = [pa.repeat(each, len(group.dead)) for each in (plan_id, group.file_path)]
+        parts.append(pa.table([*names, group.first_row + group.dead], schema=NO_PLACES.schema))
+    return pa.concat_tables(parts)

@@ -7,7 +7,8 @@ import random
 
 import pytest
 
-from dlac_pipeline.checkpoint.spikes import WINDOW, LossWindow, count_to_blame, find_spikes
+from dlac_pipeline.checkpoint.spikes import WINDOW, LossWindow, count_to_blame
+from dlac_pipeline.extensions.replay.spike import find_spikes
 
 NAN = math.nan
 

@@ -1,15 +1,14 @@
-"""Appends to the ledger that open a branch, or retire the checkpoints of an abandoned one."""
+"""The append to the ledger that opens a branch."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dlac_pipeline.lakehouse.errors import NoSuchCheckpoint, SpecInvalid
+from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.ledger import run_rows, typed_rows
-from dlac_pipeline.lakehouse.ledger.branches import checkpoint_of, exclusions_of, rewinds_by_checkpoint, starts_over
-from dlac_pipeline.lakehouse.ledger.commits import beside, names_of
+from dlac_pipeline.lakehouse.ledger.branches import exclusions_of, rewinds_by_checkpoint, starts_over
 from dlac_pipeline.lakehouse.ledger.ledger import Append, Ledger, RunState
-from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, Exclusion, LedgerRow, RewindRow
+from dlac_pipeline.lakehouse.ledger.typed_rows import Exclusion, LedgerRow, RewindRow
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,41 +80,6 @@ def commit_rewind(
     ledger.append(run, decide)
     assert done is not None, "an append that did not raise was decided"
     return done
-
-
-def retire_left(
-    ledger: Ledger, run: str, checkpoint: str | None = None, *, only: Collection[str] | None = None, whole: bool = False
-) -> list[CheckpointRow]:
-    """Retire abandoned checkpoints without a name: one, by id or step, or all, or the ids in `only`. Return their rows.
-
-    `whole`: retire the surviving lineage, too, so that the run cannot be resumed. Raises `SpecInvalid`.
-    """
-    gone: list[CheckpointRow] = []
-
-    def decide(state: RunState) -> Append | None:
-        nonlocal gone
-        rows = ledger.rows_at(state, kinds=typed_rows.HEAD_KINDS)
-        found = run_rows.restorable_rows(rows)
-        if gone and not any(row.checkpoint_id in found for row in gone):
-            return None  # an earlier try has landed
-        needed = {*(() if whole else run_rows.lineage_of(rows, state.fence.head)), *names_of(rows).values()}
-        abandoned = {name: row for name, row in found.items() if name not in needed and (only is None or name in only)}
-        if checkpoint is not None:
-            try:
-                row = checkpoint_of(run, list(abandoned.values()), checkpoint)
-            except NoSuchCheckpoint as err:
-                raise SpecInvalid(
-                    f"expected a checkpoint of run {run!r} on an abandoned branch and without a name, found {checkpoint!r}; "
-                    f"there are {sorted(abandoned)!r}: on the surviving lineage set checkpoint.keep_last, and remove a name "
-                    "with `dlac checkpoint untag`"
-                ) from err
-            abandoned = {row.checkpoint_id: row}
-        gone = list(abandoned.values())
-        retire = [typed_rows.RetireRow(checkpoint_id=name) for name in abandoned]
-        return beside(state, retire) if retire else None
-
-    ledger.append(run, decide)
-    return gone
 
 
 def _check_changes(

@@ -7,8 +7,7 @@ import duckdb
 import pyarrow as pa
 from pyiceberg.table import Table
 
-from dlac_pipeline.audit.excluded_rows import NO_PLACES, excluded_places
-from dlac_pipeline.audit.lakehouse_sql import open_audit, rows_of, sql_script
+from dlac_pipeline.audit.lakehouse_sql import NO_PLACES, excluded_places, open_audit, rows_of, sql_script
 from dlac_pipeline.checkpoint.manifest import read_manifest, verify_files
 from dlac_pipeline.checkpoint.store import folder_uri
 from dlac_pipeline.lakehouse.errors import DlacError, EmptyPlan, SpecInvalid

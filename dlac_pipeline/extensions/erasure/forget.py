@@ -15,8 +15,7 @@ import duckdb
 import pyarrow as pa
 from blake3 import blake3
 
-from dlac_pipeline.audit.excluded_rows import NO_PLACES, excluded_places
-from dlac_pipeline.audit.lakehouse_sql import open_audit, rows_of, sql_script
+from dlac_pipeline.audit.lakehouse_sql import NO_PLACES, excluded_places, open_audit, rows_of, sql_script
 from dlac_pipeline.extensions.erasure.keyed_rows import keyed_places
 from dlac_pipeline.extensions.erasure.limits import certificate_limits
 from dlac_pipeline.lakehouse.errors import DataFileUnreadable, DlacError, SpecInvalid

@@ -12,8 +12,7 @@ from pyiceberg.expressions import And
 from pyiceberg.table import Table
 from pyiceberg.types import DateType, IntegerType, LongType, StringType, UUIDType
 
-from dlac_pipeline.audit.excluded_rows import NO_PLACES
-from dlac_pipeline.audit.lakehouse_sql import sql_script
+from dlac_pipeline.audit.lakehouse_sql import NO_PLACES, sql_script
 from dlac_pipeline.lakehouse.filters.conditions import Combination, Condition, IsAmong
 from dlac_pipeline.lakehouse.iceberg.connect import NO_KEY, Lakehouse, among, equals
 from dlac_pipeline.lakehouse.iceberg.row_groups import parse_exclusion

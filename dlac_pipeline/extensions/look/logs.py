@@ -14,9 +14,9 @@ from typer import Option
 
 from dlac_pipeline.cli.display import Interrupted
 from dlac_pipeline.cli.shared import ERR, Home, RunName, SpecOption, extension_command, ledger_of
+from dlac_pipeline.extensions.look.log_reader import LogReader
 from dlac_pipeline.lakehouse.errors import DlacError, LogsMissing, SpecInvalid
 from dlac_pipeline.lakehouse.ledger.run_rows import claim_of
-from dlac_pipeline.supervise.ranks.rank_logs import LogReader
 
 if TYPE_CHECKING:
     from dlac_pipeline.lakehouse.ledger.ledger import Ledger

@@ -1,15 +1,18 @@
 """Orphans: files in the folders of DLAC's own tables that no retained snapshot names."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
+from pyarrow.fs import FileInfo, FileSelector, FileType
 from pyiceberg.catalog import MetastoreCatalog
 from pyiceberg.table import Table
 
 from dlac_pipeline.lakehouse.errors import LakehouseError
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, reachable
-from dlac_pipeline.lakehouse.iceberg.metadata_files import METADATA, TableFolder
+from dlac_pipeline.lakehouse.iceberg.metadata_files import JOURNAL, METADATA, resolve
 from dlac_pipeline.lakehouse.iceberg.own_rows import decoding, own_files
 from dlac_pipeline.lakehouse.ledger.older_ledger import check_journal
 from dlac_pipeline.lakehouse.ledger.schemas import ledger_uuid_of
@@ -23,6 +26,49 @@ class Removed:
 
     files: int = 0
     bytes: int = 0
+
+
+class TableFolder:
+    """The data and metadata folders of a table, and the paths of files in them as the filesystem spells them."""
+
+    def __init__(self, table: Table) -> None:
+        """Raises `LakehouseError` for a warehouse whose files cannot be listed."""
+        places = table.location_provider()
+        self._io = table.io
+        self._filesystem, metadata_path = resolve(self._io, places.metadata_path)
+        self.folders = [self.path(places.data_path), metadata_path]
+
+    def files(self) -> dict[str, FileInfo]:
+        """Return path -> file of everything in both folders, without the journal."""
+        selectors = (FileSelector(folder, allow_not_found=True, recursive=True) for folder in self.folders)
+        listed = (info for selector in selectors for info in self._filesystem.get_file_info(selector))
+        kept = f"{self.folders[0]}/{JOURNAL}/"
+        return {info.path: info for info in listed if info.type == FileType.File and not info.path.startswith(kept)}
+
+    def metadata(self, path: str) -> dict[str, Any]:
+        """Return the content of a metadata file. Empty if it is gone (each commit removes the oldest) or no JSON object."""
+        try:
+            with self._filesystem.open_input_stream(path) as stream:
+                found = json.loads(stream.read())
+        except (FileNotFoundError, json.JSONDecodeError):
+            return {}
+        except UnicodeDecodeError as err:
+            raise LakehouseError(
+                f"expected a table's metadata as JSON in {path!r}, found something else ({err}): nothing was deleted; move it"
+            ) from err
+        return found if isinstance(found, dict) else {}
+
+    def delete(self, path: str) -> bool:
+        """Delete a file, unless another process was faster."""
+        try:
+            self._filesystem.delete_file(path)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def path(self, location: str) -> str:
+        """Return the path of an address."""
+        return resolve(self._io, location)[1]
 
 
 def remove_orphans(lakehouse: Lakehouse, name: str, *, checked: bool = False) -> Removed:

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 import dlac_pipeline as dlac
 from dlac_pipeline.checkpoint.store import tiers_of
-from dlac_pipeline.extensions.branches.appends import retire_left
+from dlac_pipeline.extensions.branches.retire import retire_left
 from dlac_pipeline.extensions.branches.rewind import rewind_run
 from dlac_pipeline.extensions.deepspeed.deepspeed_state import DeepSpeedState
 from dlac_pipeline.extensions.erasure.certificate import differences, make_key

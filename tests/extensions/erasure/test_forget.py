@@ -18,7 +18,7 @@ from pyiceberg.table import Table
 from dlac_pipeline import TorchState
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.checkpoint.store import folder_of
-from dlac_pipeline.extensions.branches.appends import retire_left
+from dlac_pipeline.extensions.branches.retire import retire_left
 from dlac_pipeline.extensions.branches.rewind import rewind_run
 from dlac_pipeline.extensions.erasure.certificate import certify, differences, is_signed, make_key
 from dlac_pipeline.extensions.erasure.execution import execute_forget
