@@ -134,7 +134,7 @@ def test_a_changed_transform_is_refused(arena: Arena, script: str) -> None:
 @pytest.mark.parametrize(
     "program",
     [
-        "dlac_pipeline.launchers.supervisor_process",
+        "dlac_pipeline.extensions.orchestrated.supervisor_process",
         "dlac_pipeline.extensions.clusters.node_process",
     ],
 )
