@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from dlac_pipeline.extensions.branches.appends import commit_rewind
+from dlac_pipeline.extensions.kept_checkpoints.tags import name_checkpoint
 from dlac_pipeline.extensions.upkeep.upkeep import compact
 from dlac_pipeline.lakehouse.config import KEEP_SNAPSHOTS
 from dlac_pipeline.lakehouse.errors import Fenced, HeadMoved, NoSuchCheckpoint, RowsBetween, RunFinished, SteppedAside
@@ -18,7 +19,6 @@ from dlac_pipeline.lakehouse.ledger.commits import (
     claim,
     commit_checkpoint,
     finish,
-    name_checkpoint,
     quarantine,
 )
 from dlac_pipeline.lakehouse.ledger.ledger import Append, Ledger, RunState

@@ -12,7 +12,6 @@ from dlac_pipeline.extensions.erasure.left_weights import LeftWeights
 from dlac_pipeline.lakehouse.errors import AppendHistoryLost, EmptyPlan, PinLost
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.branches import FORGET_REASON, exclusions_in_force
-from dlac_pipeline.lakehouse.ledger.commits import unname_checkpoint
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.older_ledger import check_ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import Exclusion, RewindRow
@@ -66,7 +65,7 @@ def _retire(lakehouse: Lakehouse, run: dict[str, Any], spec: JobSpec | None) -> 
     """Retire the affected checkpoints of a run whose head has not seen the rows, and remove their files and leftovers."""
     ledger, name, tags, affected = Ledger(lakehouse), run["run"], run["tags"] or (), run["affected"] or ()
     check_ledger(lakehouse, name)
-    done = [f"tag {tag} of run {name} is removed from {unname_checkpoint(ledger, name, tag)}" for tag in tags]
+    done = [f"tag {tag} of run {name} is removed from {dlac.unname_checkpoint(ledger, name, tag)}" for tag in tags]
     gone = dlac.retire_checkpoints(lakehouse, name, spec, only=affected) if affected else []
     done += [f"checkpoint {row.checkpoint_id} (step {row.step}) of run {name} is retired" for row in gone]
     if spec is not None:

@@ -23,7 +23,6 @@ from dlac_pipeline.extensions.erasure.xor_filter import XorFilter
 from dlac_pipeline.lakehouse.durable_io import write_durably
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
-from dlac_pipeline.lakehouse.ledger.commits import record_exports
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import ExportRow
 from dlac_pipeline.lakehouse.store_files import file_digest
@@ -94,7 +93,7 @@ def write_passport(lakehouse: Lakehouse, export: Path) -> Passport | None:
         file=path.name,
         part=_PART,
     )
-    record_exports(Ledger(lakehouse), passport.run, [row])
+    dlac.record_exports(Ledger(lakehouse), passport.run, [row])
     write_durably(path, content)
     return passport
 

@@ -2,13 +2,13 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
 from dlac_pipeline.cli import shared as ui
-from dlac_pipeline.lakehouse.errors import NoSuchCheckpoint, SpecInvalid
-from dlac_pipeline.lakehouse.ledger.run_rows import check_run_name, checkpoint_rows
+from dlac_pipeline.lakehouse.errors import SpecInvalid
+from dlac_pipeline.lakehouse.ledger.run_rows import check_run_name
 from dlac_pipeline.spec.job_spec import parse_spec
 
 if TYPE_CHECKING:
@@ -115,6 +115,8 @@ def identify(
     as_json: ui.AsJson = False,
 ) -> None:
     """Identify the checkpoint of a file of weights, by its digest. `dlac sql` shows what it has consumed."""
+    from dlac_pipeline.extensions.exchange.exported_files import checkpoint_of_file
+
     ui.show_facts(checkpoint_of_file(ui.lakehouse_of(spec, home), file), as_json=as_json)
 
 
@@ -152,25 +154,3 @@ def _places_of_run(run: str, spec: Path | None, home: Path | None) -> tuple["Lak
 
     lakehouse = ui.lakehouse_of(spec, home)
     return lakehouse, tiers_of(ui.spec_of_run(run, spec, home, lakehouse=lakehouse))
-
-
-def checkpoint_of_file(lakehouse: "Lakehouse", path: Path) -> dict[str, Any]:
-    """Return the checkpoint from which a file of weights was exported, by its digest. Raise `NoSuchCheckpoint` without one."""
-    from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-    from dlac_pipeline.lakehouse.store_files import file_digest
-
-    digest = file_digest(path)
-    row = Ledger(lakehouse).export(digest)
-    if row is None:
-        raise NoSuchCheckpoint(
-            f"expected {str(path)!r} to be an export that this lakehouse knows, found none with its digest {digest}"
-        )
-    checkpoint = checkpoint_rows(Ledger(lakehouse).head_rows(row.run))[row.checkpoint_id]
-    return {
-        "digest": digest,
-        "run": row.run,
-        "checkpoint_id": row.checkpoint_id,
-        "step": checkpoint.step,
-        "model_digest": checkpoint.model_digest,
-        "exported_at": row.committed_at,
-    }

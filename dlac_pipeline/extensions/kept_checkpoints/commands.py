@@ -41,7 +41,7 @@ def tag(
     spec: ui.SpecOption = None,
 ) -> None:
     """Tag a checkpoint. Retention keeps it until the tag is removed, with any job spec."""
-    from dlac_pipeline.lakehouse.ledger.commits import name_checkpoint
+    from dlac_pipeline.extensions.kept_checkpoints.tags import name_checkpoint
 
     checkpoint_id = name_checkpoint(ui.ledger_of(spec, home), run, name, step=step)
     ui.show_text(f"checkpoint {checkpoint_id} is tagged {name}")
@@ -55,7 +55,7 @@ def untag(
     spec: ui.SpecOption = None,
 ) -> None:
     """Remove a tag from a checkpoint. Retention then treats the checkpoint as any other."""
-    from dlac_pipeline.lakehouse.ledger.commits import unname_checkpoint
+    from dlac_pipeline.extensions.kept_checkpoints.tags import unname_checkpoint
 
     checkpoint_id = unname_checkpoint(ui.ledger_of(spec, home), run, name)
     ui.show_text(f"checkpoint {checkpoint_id} is not tagged {name} any more")

@@ -25,10 +25,12 @@ from dlac_pipeline.extensions.erasure.execution import execute_forget
 from dlac_pipeline.extensions.erasure.forget import ForgetPlan, plan_forget
 from dlac_pipeline.extensions.erasure.seen import who_has_seen
 from dlac_pipeline.extensions.erasure.traces import erase_traces
+from dlac_pipeline.extensions.exchange.exported_files import record_exports
 from dlac_pipeline.extensions.exchange.fork import fork_run
+from dlac_pipeline.extensions.kept_checkpoints.tags import name_checkpoint
 from dlac_pipeline.lakehouse.errors import NoSuchColumn, NoSuchTable, SpecInvalid
 from dlac_pipeline.lakehouse.ledger.branches import exclusions_in_force
-from dlac_pipeline.lakehouse.ledger.commits import name_checkpoint, names_of, record_exports
+from dlac_pipeline.lakehouse.ledger.commits import names_of
 from dlac_pipeline.lakehouse.ledger.journal import Journal
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ExportRow, NameRow
