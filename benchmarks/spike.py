@@ -28,7 +28,8 @@ import numpy as np
 import pyarrow as pa
 
 from benchmarks.figures import Figure, report
-from dlac_pipeline.extensions.replay.spike import explain_spike, find_spikes
+from dlac_pipeline.checkpoint.spikes import find_spikes
+from dlac_pipeline.extensions.replay.spike import explain_spike
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec

@@ -8,6 +8,7 @@ import math
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from statistics import median
 
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
@@ -21,6 +22,25 @@ _LEAST = 10
 """Losses without which only NaN and infinity are spikes."""
 _NORMAL = 1.4826
 """Standard deviation of a normal distribution in median absolute deviations."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spike:
+    """Consecutive steps whose losses are far above those before. The first step began it."""
+
+    step: int
+    last_step: int
+    loss: float
+    """Loss of the first step."""
+    peak: float
+    """Largest loss of these steps."""
+    before: float
+    """Median of the losses before."""
+
+    @property
+    def rise(self) -> float:
+        """Largest loss minus the median before."""
+        return finite_or_inf(self.peak - self.before)
 
 
 class LossWindow:
@@ -57,6 +77,20 @@ class LossWindow:
             insort(self._sorted, loss)
         if len(self._losses) > WINDOW:
             del self._sorted[bisect_left(self._sorted, self._losses.popleft())]
+
+
+def find_spikes(losses: Mapping[int, float]) -> list[Spike]:
+    """Return the spikes among the losses of applied steps, by step."""
+    window, spikes, previous = LossWindow({}), list[Spike](), 0
+    for step in sorted(losses):
+        loss = losses[step]
+        if window.is_spike(loss) and spikes and spikes[-1].last_step == previous:
+            spikes[-1] = replace(spikes[-1], last_step=step, peak=max(spikes[-1].peak, loss, key=finite_or_inf))
+        elif window.is_spike(loss):
+            spikes.append(Spike(step=step, last_step=step, loss=loss, peak=loss, before=window.middle))
+        window.add(loss)
+        previous = step
+    return spikes
 
 
 def count_to_blame(samples: Sequence[tuple[float, int]], limit: float) -> int:

@@ -3,17 +3,19 @@
 import os
 import signal
 import threading
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer import Argument, Option
 
-import dlac_pipeline as dlac
 from dlac_pipeline.cli import shared as ui
 from dlac_pipeline.cli.display import TrainingDisplay, describe_outcome
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.spec.spec_problems import LONGEST_WAIT_S
+
+if TYPE_CHECKING:
+    pass
 
 app = typer.Typer()
 
@@ -75,10 +77,12 @@ def train(
     With several nodes, start the same command on each of them. A node that gets SIGTERM exits, and the others continue. With
     launch.on = "slurm" or "kubernetes" this command submits one job and follows it. If it is stopped, it cancels the job.
     """
+    from dlac_pipeline.elastic.torchrun_options import are_given, launch_settings
+
     job = ui.resolved(spec, home)
     environment = os.environ if job.launch.on == "here" else {}
-    if context.args or any(name.startswith("PET_") for name in environment):
-        job = _with_launch(job, dlac.torchrun_settings(context.args, environment, job.launch, job.run))
+    if are_given(context.args, environment):
+        job = _with_launch(job, launch_settings(context.args, environment, job.launch, job.run))
     options = {"new_leg": new_leg or None, "nodes": nodes, "rendezvous": rendezvous}
     job = _with_launch(job, {name: value for name, value in options.items() if value is not None})
     request = Request(spec=job, plan_ids=tuple(plan_id or ()), repin=True, takeover=takeover)

@@ -22,7 +22,7 @@ def test_public_surface_is_pinned() -> None:
     of_extensions = (
         *("DlacDataset", "Shadow", "TorchFTState", "as_batch", "audit_since", "checkpoint_of_file", "explain_sql"),
         *("keep_checkpoint", "merge_states", "open_dataset", "record_exports", "remove_orphans", "retire_checkpoints"),
-        *("rewind_run", "torchrun_settings", "unname_checkpoint"),
+        *("rewind_run", "unname_checkpoint"),
     )
     assert all(getattr(dlac_pipeline, name).__name__ == name for name in of_extensions)
     assert not any(hasattr(dlac_pipeline, name) for name in ("no_such_name", "NoSuchName"))

@@ -7,8 +7,7 @@ import random
 
 import pytest
 
-from dlac_pipeline.checkpoint.spikes import WINDOW, LossWindow, count_to_blame
-from dlac_pipeline.extensions.replay.spike import find_spikes
+from dlac_pipeline.checkpoint.spikes import WINDOW, LossWindow, count_to_blame, find_spikes
 
 NAN = math.nan
 

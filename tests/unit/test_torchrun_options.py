@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dlac_pipeline.extensions.torchrun.options import torchrun_settings
+from dlac_pipeline.elastic.torchrun_options import are_given, launch_settings
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.spec.launch_spec import LaunchSpec
 
@@ -16,7 +16,7 @@ SEVERAL = LaunchSpec(script="train.py", nodes="2:4", rendezvous="node-1:29400")
 
 def settings(*options: str, launch: LaunchSpec = LAUNCH, **variables: str) -> dict[str, Any]:
     """Return the settings that options and variables replace, for the run `r`."""
-    return torchrun_settings(options, variables, launch, "r")
+    return launch_settings(options, variables, launch, "r")
 
 
 @pytest.mark.parametrize(
@@ -72,3 +72,9 @@ def test_meaningless_options_are_refused(options: list[str], message: str) -> No
     """The error names the option."""
     with pytest.raises(SpecInvalid, match=message):
         settings(*options)
+
+
+def test_nothing_given_needs_no_parser() -> None:
+    """Without an option or a variable of torchrun, PyTorch is not imported for them."""
+    assert not are_given([], {"PATH": "/bin"})
+    assert are_given([], {"PET_NNODES": "2"})

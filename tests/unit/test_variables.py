@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from dlac_pipeline.extensions.torchrun.options import torchrun_settings
+from dlac_pipeline.elastic.torchrun_options import launch_settings
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.named_catalogs import check_properties
 from dlac_pipeline.lakehouse.variables import check_pyiceberg
@@ -34,7 +34,7 @@ def test_ignored_option_variable_is_named(monkeypatch: pytest.MonkeyPatch, caplo
     """A warning names a PET_ variable that torchrun ignores. Others count."""
     monkeypatch.setenv("PET_NPROC_PER_NOD", "8")
     monkeypatch.setenv("PET_MAX_RESTARTS", "2")
-    found = torchrun_settings([], os.environ, LaunchSpec(script="x.py"), "r")
+    found = launch_settings([], os.environ, LaunchSpec(script="x.py"), "r")
     assert found == {"max_restarts": 2}
     assert "did you mean 'PET_NPROC_PER_NODE'" in caplog.text
 

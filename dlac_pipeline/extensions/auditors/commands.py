@@ -59,7 +59,7 @@ def sql(
     def ask(connection: duckdb.DuckDBPyConnection) -> tuple[list[str], list[Any]]:
         with connection:
             if "rows_of_step" in query.casefold():
-                from dlac_pipeline.extensions.auditors.rows_of_step import define_rows_of_step
+                from dlac_pipeline.supervise.steps.step_rows import define_rows_of_step
 
                 define_rows_of_step(connection, lakehouse, query, lambda run: ui.given_spec(run, spec, home))
             return _answer(connection, lakehouse, query, allow_files)

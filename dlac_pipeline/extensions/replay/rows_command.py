@@ -1,4 +1,4 @@
-"""The command `dlac rows`, and the table of a step's rows."""
+"""The command `dlac rows`: the rows of a committed step."""
 
 import sys
 from collections.abc import Mapping, Sequence

@@ -2,14 +2,14 @@
 
 import json
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from dlac_pipeline.checkpoint.spikes import LossWindow, count_to_blame, finite_or_inf
+from dlac_pipeline.checkpoint.spikes import LossWindow, Spike, count_to_blame, find_spikes, finite_or_inf
 from dlac_pipeline.extensions.replay.named_rows import filter_of_rows
 from dlac_pipeline.extensions.replay.replay import bits_of
 from dlac_pipeline.extensions.replay.step_replay import ReplayStart, replay_steps
@@ -25,25 +25,6 @@ from dlac_pipeline.supervise.steps.committed_steps import CommittedStep, Committ
 from dlac_pipeline.supervise.steps.step_rows import StepRow, StepRows
 
 _OF_OTHERS = "a rewind excludes rows of one source: exclude those of the others in the job spec of a fork"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Spike:
-    """Consecutive steps whose losses are far above those before. The first step began it."""
-
-    step: int
-    last_step: int
-    loss: float
-    """Loss of the first step."""
-    peak: float
-    """Largest loss of these steps."""
-    before: float
-    """Median of the losses before."""
-
-    @property
-    def rise(self) -> float:
-        """Largest loss minus the median before."""
-        return finite_or_inf(self.peak - self.before)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -205,17 +186,3 @@ def _rewinds(
     words += ["--source", leg_source.name] if len(found.leg.sources) > 1 else []
     is_part = len({*(row.source for row in rows), *(each.source for each in in_force)}) > 1
     return (f"dlac rewind {steps.run} --to-step {to_step} {shlex.join(words)}",), _OF_OTHERS * is_part
-
-
-def find_spikes(losses: Mapping[int, float]) -> list[Spike]:
-    """Return the spikes among the losses of applied steps, by step."""
-    window, spikes, previous = LossWindow({}), list[Spike](), 0
-    for step in sorted(losses):
-        loss = losses[step]
-        if window.is_spike(loss) and spikes and spikes[-1].last_step == previous:
-            spikes[-1] = replace(spikes[-1], last_step=step, peak=max(spikes[-1].peak, loss, key=finite_or_inf))
-        elif window.is_spike(loss):
-            spikes.append(Spike(step=step, last_step=step, loss=loss, peak=loss, before=window.middle))
-        window.add(loss)
-        previous = step
-    return spikes

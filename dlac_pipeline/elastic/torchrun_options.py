@@ -24,7 +24,12 @@ _SUPPORTED = (
 )
 
 
-def torchrun_settings(
+def are_given(options: Sequence[str], environment: Mapping[str, str]) -> bool:
+    """Return whether there is an option or a variable of torchrun."""
+    return bool(options) or any(name.startswith(_PREFIX) for name in environment)
+
+
+def launch_settings(
     options: Sequence[str], environment: Mapping[str, str], launch: LaunchSpec, run: str
 ) -> dict[str, Any]:
     """Return the launch settings that options, or else variables, replace. Raise `SpecInvalid` for one without a meaning here."""
