@@ -25,6 +25,7 @@ from dlac_pipeline.supervise.liveness.run_lock import run_lock
 from dlac_pipeline.supervise.supervisor import Outcome
 from tests.small_records import small_recovery
 
+pytestmark = pytest.mark.usefixtures("only_this_process")
 LONG = "team-nlp.llama-continual-pretraining-2026-11-23-with-a-very-long-name-of-a-run"
 LONG_AGO = datetime.now(UTC) - timedelta(hours=3)
 

@@ -26,6 +26,7 @@ from dlac_pipeline.lakehouse.ledger.typed_rows import (
 )
 from tests.small_records import small_recovery
 
+pytestmark = pytest.mark.usefixtures("only_this_process")
 PARTS = ("trained", "abandoned", "replayed", "checkpointing", "down", "startup", "idle", "unknown")
 EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
 
