@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-TRAIN, RECOVER, LOOK, AUDIT, STORAGE = "Train", "Recover", "Look", "Audit", "Storage"
+TRAIN, RECOVER, AUDIT, STORAGE = "Train", "Recover", "Audit", "Storage"
 """Groups of commands in the help of `dlac`."""
 SPEC_PLACEHOLDER = "FILE"
 """Placeholder in a command for a job spec whose path is unknown on this node."""
