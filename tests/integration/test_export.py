@@ -27,7 +27,8 @@ from dlac_pipeline.checkpoint.engines.torch_state import TorchState
 from dlac_pipeline.checkpoint.stage.copies import Direct
 from dlac_pipeline.checkpoint.store import folder_of, tiers_of
 from dlac_pipeline.extensions.exchange import export
-from dlac_pipeline.extensions.exchange.exported_files import checkpoint_of_file, export_weights
+from dlac_pipeline.extensions.exchange.export import export_weights
+from dlac_pipeline.extensions.exchange.exported_files import checkpoint_of_file
 from dlac_pipeline.extensions.exchange.weights import weights_of
 from dlac_pipeline.extensions.kept_checkpoints.tags import name_checkpoint
 from dlac_pipeline.lakehouse.errors import CheckpointDamaged, CheckpointError, NoSuchCheckpoint, StoreUnavailable
