@@ -39,17 +39,17 @@ import yaml
 
 import dlac_pipeline as dlac
 from benchmarks.figures import Figure, report
+from dlac_pipeline.extensions.branches.retire import retire_left
+from dlac_pipeline.extensions.branches.rewind import rewind_run
 from dlac_pipeline.extensions.erasure.certificate import certify, make_key
 from dlac_pipeline.extensions.erasure.execution import execute_forget
 from dlac_pipeline.extensions.erasure.forget import ForgetPlan, plan_forget
 from dlac_pipeline.extensions.exchange.fork import fork_run
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
-from dlac_pipeline.lakehouse.ledger.branches import retire_left
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, lineage_of
 from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow
-from dlac_pipeline.operations.rewind import rewind_run
 from dlac_pipeline.plan.source_order import Cursor, SourceOrder, SourceStart
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
 

@@ -26,8 +26,9 @@ import duckdb
 from benchmarks.figures import Figure, report
 from dlac_pipeline.audit import audit
 from dlac_pipeline.audit.audit import audit_run
-from dlac_pipeline.audit.explain import explain_sql
 from dlac_pipeline.audit.lakehouse_sql import open_audit
+from dlac_pipeline.extensions.auditors.record import audit_since
+from dlac_pipeline.extensions.erasure.explain import explain_sql
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
@@ -152,7 +153,7 @@ def _plain(lakehouse: Lakehouse, asked: dict[str, Any]) -> Any:
 
 def _audit(lakehouse: Lakehouse, asked: dict[str, Any], **more: Any) -> Any:
     audit._file_problems = lambda *_: []  # there are no data files
-    report = audit_run(lakehouse, asked["run"], **more)
+    report = (audit_since if "record" in more else audit_run)(lakehouse, asked["run"], **more)
     return [report.rows_consumed, report.rows_missing, report.problems, report.recorded_checkpoint]
 
 
@@ -173,7 +174,7 @@ def _record_of(lakehouse: Lakehouse) -> Path:
 
 
 def _status(lakehouse: Lakehouse, asked: dict[str, Any]) -> Any:
-    from dlac_pipeline.operations.status import run_status
+    from dlac_pipeline.extensions.look.run_state import run_status
 
     return run_status(lakehouse, asked["run"])["checkpoints"]
 

@@ -26,8 +26,8 @@ import pytest
 
 from benchmarks.figures import Figure, report
 from dlac_pipeline.audit.audit import audit_run
-from dlac_pipeline.checkpoint.listing import verify_checkpoints
 from dlac_pipeline.checkpoint.store import tiers_of
+from dlac_pipeline.extensions.kept_checkpoints.listing import verify_checkpoints
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow
 from dlac_pipeline.spec.job_spec import JobSpec
 from tests.conftest import Arena, wait_until

@@ -12,7 +12,7 @@ from benchmarks.figures import Figure
 from benchmarks.gpu_parts.node import EXAMPLE, PROGRAMS, MeasuredNode
 from benchmarks.gpu_parts.sizes import Sizes
 from dlac_pipeline.audit.audit import audit_run, open_run
-from dlac_pipeline.audit.losses import LossCurve, differing_steps, read_losses
+from dlac_pipeline.extensions.look.losses import LossCurve, differing_steps, read_losses
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec, read_spec

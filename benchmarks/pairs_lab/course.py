@@ -26,8 +26,8 @@ from benchmarks.pairs_lab.judge import (
 from benchmarks.pairs_lab.log import Entry, Step, last_attempt, read_entries, read_steps
 from benchmarks.pairs_lab.scene import EXCLUDED, Scene
 from benchmarks.programs.pairs_rank import digest_of
+from dlac_pipeline.extensions.branches.rewind import rewind_run
 from dlac_pipeline.extensions.exchange.fork import fork_run
-from dlac_pipeline.operations.rewind import rewind_run
 
 _BASE_STEPS, _REWIND_TO, _STOPS_AFTER = 6, 5, 4
 _NUMBERS = count()

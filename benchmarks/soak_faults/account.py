@@ -19,13 +19,13 @@ from benchmarks.soak_faults.lab import Lab
 from benchmarks.soak_faults.trainee import Trainee
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.checkpoint.store import folder_name_of
+from dlac_pipeline.extensions.upkeep.orphans import remove_orphans
 from dlac_pipeline.extensions.upkeep.upkeep import run_upkeep
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
 from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, claim_of, trained_by
 from dlac_pipeline.lakehouse.ledger.schemas import TABLES
 from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow, CheckpointRow, ClaimRow, RetireRow
-from dlac_pipeline.lakehouse.maintenance.orphans import remove_orphans
 from dlac_pipeline.supervise.liveness.launch_liveness import is_lock_held
 from dlac_pipeline.supervise.liveness.run_lock import lock_path
 

@@ -7,11 +7,9 @@ was. It also checks that the data files exist and are the planned ones: their fo
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import asdict, dataclass
 from itertools import accumulate, groupby
 from operator import itemgetter
-from pathlib import Path
 from typing import Any
 
 import duckdb
@@ -20,7 +18,6 @@ from pyiceberg.io import FileIO
 from pyiceberg.table import Table
 
 from dlac_pipeline.audit.lakehouse_sql import open_audit, rows_of
-from dlac_pipeline.audit.record import is_continued, read_audit_record, read_merged, write_audit_record
 from dlac_pipeline.lakehouse.errors import NoSuchTable
 from dlac_pipeline.lakehouse.files.open_file import open_file
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
@@ -33,7 +30,7 @@ from dlac_pipeline.lakehouse.ledger.run_rows import no_such_run
 _THREADS = 8
 _NAMED = 10
 """Data files that are named one by one. Further ones are counted."""
-_AUDITED = "totals problems advances slices units"
+AUDITED = "totals problems advances slices units"
 """Tables and views that an audit asks."""
 _NO_VALUE = "expected a value in every column of the ledger that the audit reads, found a row without one"
 """Message for a sentence that would have to name a NULL."""
@@ -93,27 +90,10 @@ class AuditReport:
         return {**asdict(self), "problems": list(self.problems), "exact": self.exact}
 
 
-def audit_run(
-    lakehouse: Lakehouse, run: str, checkpoint: str | None = None, *, record: Path | None = None
-) -> AuditReport:
-    """Audit a run, or its state when a checkpoint (id or step) was last the head. Raises as `open_run`.
-
-    `record`: a file of the auditor. If it records an earlier audit, only what came since is audited. Everything is if
-    that is not exact, or the ledger has other rows or another lineage than then. An exact audit is recorded.
-    Raises `SpecInvalid` for a file that is no record of the run, or cannot be written.
-    """
-    earlier = None if record is None else read_audit_record(record, run)
-    if record is not None and earlier is not None:
-        merge = partial(read_merged, path=record, record=earlier)
-        with open_run(lakehouse, run, checkpoint, query=_AUDITED, merge=merge) as connection:
-            if is_continued(connection, earlier) and (report := audit_open_run(lakehouse, connection, run)).exact:
-                write_audit_record(connection, record, run, earlier)
-                return replace(report, recorded_checkpoint=earlier.checkpoint_id)
-    with open_run(lakehouse, run, checkpoint, query=_AUDITED) as connection:
-        report = audit_open_run(lakehouse, connection, run)
-        if record is not None and report.exact:
-            write_audit_record(connection, record, run)
-        return report
+def audit_run(lakehouse: Lakehouse, run: str, checkpoint: str | None = None) -> AuditReport:
+    """Audit a run, or its state when a checkpoint (id or step) was last the head. Raises as `open_run`."""
+    with open_run(lakehouse, run, checkpoint, query=AUDITED) as connection:
+        return audit_open_run(lakehouse, connection, run)
 
 
 def audit_open_run(lakehouse: Lakehouse, connection: duckdb.DuckDBPyConnection, run: str) -> AuditReport:

@@ -1,25 +1,24 @@
 """DuckDB over a lakehouse: DLAC's six tables as they were when it was opened, and over them alone the views of `sql/`."""
 
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache
 from importlib.resources import files
-from pathlib import Path
+from itertools import product
 from tempfile import gettempdir
 from typing import Any
 from uuid import uuid4
 
 import duckdb
+import pyarrow as pa
 from pyiceberg.expressions import AlwaysTrue, And, BooleanExpression
 from pyiceberg.table import Table
 
-from dlac_pipeline.lakehouse.durable_io import temporary_beside
-from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.iceberg import own_rows
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, among, at_most, equals
 from dlac_pipeline.lakehouse.iceberg.own_rows import sql_literals
-from dlac_pipeline.lakehouse.iceberg.relocation import raw_path
+from dlac_pipeline.lakehouse.iceberg.row_groups import FilesToRead, row_groups_of
 
 QUESTIONS = (
     *("bare_path", "checkpoints", "branch_checkpoints", "lineage", "ancestors"),
@@ -54,19 +53,8 @@ KEPT_TABLES_OF_ONE_RUN = ("dead_positions", "block_tiles", "intervals", "uneven_
 """Further such views. They are too expensive without a run."""
 AUDIT_TABLES = (*KEPT_TABLES, *KEPT_TABLES_OF_ONE_RUN)
 """Views of the audit of one run that are computed once."""
-_READING = ("SELECT", "EXPLAIN", "MULTI", "CREATE", "DROP", "INSERT", "UPDATE", "DELETE")
-"""Statements that leave files alone. Tables that they make or change are in memory."""
-_WRITING = ("COPY", "EXPORT", "IMPORT", "ATTACH", "INSTALL", "LOAD", "PREPARE", "EXECUTE", "SECRET")
-_BEFORE_NAMES = {
-    *("SELECT", "DISTINCT", "AS", "FROM", "JOIN", "WHERE", "HAVING", "ON", "AND", "OR", "NOT", "IN", "BY", "CASE"),
-    *("WHEN", "THEN", "ELSE", "BETWEEN", "LIKE", "TABLE", "INTO", "UPDATE", "DESCRIBE", "SUMMARIZE", "SHOW"),
-    *(".", ",", "=", "<", ">", "<=", ">=", "<>", "!=", "+", "-", "*", "/", "%", "||", "::"),
-}
-"""Words after which one of `_WRITING` is the name of a column or a table: no statement begins there."""
-_PRAGMAS = ("table_info", "show", "show_tables", "show_tables_expanded", "database_list", "storage_info", "version")
-"""Pragmas that read memory only."""
-_RUNNING = ("query", "json_execute_serialized_sql")
-"""Functions that run text as SQL."""
+NO_PLACES = pa.schema({"plan_id": pa.string(), "file_path": pa.string(), "row": pa.int64()}).empty_table()
+"""No row of a plan."""
 
 
 @cache
@@ -106,14 +94,14 @@ def open_audit(
             if name == "row_keys" and run is not None:  # no audit needs them, and they may be many
                 connection.execute(f"CREATE TABLE {name} AS {own_rows.no_rows(name)}")
             elif needed is None or name in needed or run is not None:
-                _add_table(connection, lakehouse, name, wanted)
+                add_table(connection, lakehouse, name, wanted)
         merged = merge(connection)
         large = bool(connection.execute("FROM duckdb_views() WHERE view_name = 'consumption'").fetchall())
         if large:
             connection.execute("SET memory_limit = '1280MB'; SET preserve_insertion_order = false")
         views = VIEWS if needed is None else scripts_of(needed)
         kept = {*(KEPT_TABLES if run is None else AUDIT_TABLES)} - ({"advances"} if large else set())
-        _define(connection, [view for view in views if not (merged and view == "audited")], kept, large=large)
+        define_views(connection, [view for view in views if not (merged and view == "audited")], kept, large=large)
         opened.pop_all()
     return connection
 
@@ -131,7 +119,7 @@ def names_in(query: str) -> set[str]:
         words = set().union(*(uses for uses, defines in scripts if words & defines)) - needed
         needed = needed | words
     if _READING_FILES.search(query):
-        needed.add("work_units")  # `lock_to_lakehouse` allows its data files
+        needed.add("work_units")  # `dlac sql` allows its data files
     return needed
 
 
@@ -148,7 +136,7 @@ def script_of_view(name: str, kept: Collection[str]) -> str:
     return script.replace(f"CREATE OR REPLACE VIEW {name} ", f"CREATE TABLE {name} ") if name in kept else script
 
 
-def _define(
+def define_views(
     connection: duckdb.DuckDBPyConnection, views: Iterable[str], kept: Collection[str], *, large: bool = False
 ) -> None:
     """Define these views on a connection. Those of `kept` are computed at once, and compressed if they may be `large`."""
@@ -158,24 +146,7 @@ def _define(
             connection.execute("CHECKPOINT lakehouse")  # this compresses the table
 
 
-def write_database(lakehouse: Lakehouse, path: Path) -> None:
-    """Write the tables, views and macros to a new DuckDB file, which is read without DLAC. Raises `SpecInvalid` if it cannot."""
-    if path.exists() or path.is_symlink():
-        raise SpecInvalid(
-            f"expected the name of a new file, found the file {str(path)!r}: remove it, or name another one"
-        )
-    try:
-        with temporary_beside(path) as temporary:
-            with duckdb.connect(str(temporary)) as connection:
-                for name in OWN_TABLES:
-                    _add_table(connection, lakehouse, name, AlwaysTrue(), load=True)
-                _define(connection, VIEWS, ())
-            temporary.rename(path)
-    except (duckdb.IOException, OSError) as err:
-        raise SpecInvalid(f"expected to write the DuckDB file {str(path)!r}, found {err}: name another place") from err
-
-
-def _add_table(
+def add_table(
     connection: duckdb.DuckDBPyConnection,
     lakehouse: Lakehouse,
     name: str,
@@ -201,67 +172,25 @@ def _add_table(
     lakehouse.look(name, add)
 
 
-def lock_to_lakehouse(connection: duckdb.DuckDBPyConnection, lakehouse: Lakehouse) -> None:
-    """Let the connection read files in a local warehouse and data files that plans name, and no others, for good.
-
-    No extension is loaded, no variable of this process is found by its name, and no setting can be changed any more.
-    """
-    folders = own_rows.local_paths(lakehouse.config.warehouse)
-    is_added = ("work_units",) in connection.execute("SHOW TABLES").fetchall()
-    named = connection.execute("SELECT DISTINCT file_path FROM work_units").fetchall() if is_added else []
-    # they need no permission of their own, and to resolve many takes long
-    below = tuple(f"{folder}/" for folder in folders)
-    elsewhere = [address for (address,) in named if not (raw_path(address) or "").startswith(below)]
-    planned = sorted(path for address in elsewhere for path in own_rows.local_paths(address))
-    connection.execute(sql_script("locked"))
-    connection.execute(f"SET allowed_directories = [{sql_literals(folders)}]")
-    connection.execute(f"SET allowed_paths = [{sql_literals(planned)}]")
-    connection.execute("SET enable_external_access = false")
-    connection.execute("SET lock_configuration = true")
-
-
-def check_reads_only(connection: duckdb.DuckDBPyConnection, query: str) -> None:
-    """Check that a query writes no file: DuckDB writes wherever it may read.
-
-    A COPY may be inside of a SELECT, and a function may run text as SQL. Raises `SpecInvalid` for a statement or a function
-    that might write, and `duckdb.Error` for a query that cannot be parsed.
-    """
-    # DuckDB reads characters that are not printable as spaces
-    query = "".join(" " if each > "\x7f" and not each.isprintable() else each for each in query)
-    statements = connection.extract_statements(query)
-    found = [each.type.name for each in statements if each.type.name not in _READING and not _is_pragma(each.query)]
-    words = [("", None), *_words_of(query), ("", None)]
-    for (before, _), (word, kind), (after, _) in zip(words, words[1:], words[2:], strict=False):
-        writes = kind == duckdb.token_type.keyword and word.upper() in _WRITING
-        # The body of a WITH is the only statement after a parenthesis: it may be a COPY, and none of the others.
-        is_name = before.upper() in _BEFORE_NAMES or (before == "(" and (word.upper() != "COPY" or after in (")", ",")))
-        if (writes and not is_name) or (word.strip('"').casefold() in _RUNNING and after.startswith("(")):
-            found.append(word)
-    if found:
-        raise SpecInvalid(
-            f"expected SQL that only reads, found {found[0]!r}: write a name in double quotes, or add --allow-files to read and "
-            "write any file"
-        )
-
-
-def _is_pragma(statement: str) -> bool:
-    """Return whether a statement is one of the pragmas that only read."""
-    words = [word.casefold() for word, _ in _words_of(statement)]
-    return words[:1] == ["pragma"] and words[1:2] != [] and words[1] in _PRAGMAS and "=" not in words
-
-
-def _words_of(query: str) -> list[tuple[str, Any]]:
-    """Return the words of a query and their kinds, without its comments."""
-    text, tokens = query.encode(), duckdb.tokenize(query)
-    ends = [*(at for at, _ in tokens[1:]), len(text)]
-    words = [
-        (text[at:end].decode(errors="replace").strip(), kind) for (at, kind), end in zip(tokens, ends, strict=True)
-    ]
-    return [(word, kind) for word, kind in words if kind != duckdb.token_type.comment]
-
-
 def rows_of(connection: duckdb.DuckDBPyConnection, query: str, parameters: Any = ()) -> list[dict[str, Any]]:
     """The rows of a query's answer, column name -> value."""
     answer = connection.execute(query, parameters)
     names = [column[0] for column in answer.description or ()]
     return [dict(zip(names, row, strict=True)) for row in answer.fetchall()]
+
+
+def excluded_places(
+    connection: duckdb.DuckDBPyConnection, table: Table, where: Sequence[str], plans: Mapping[str, Any]
+) -> pa.Table:
+    """Return the rows (plan_id, file_path, row) that an expression matches, of `plan_ids` of a `snapshot_id` and `schema_id`.
+
+    Rows that the snapshot has deleted are among them. They are dead in these plans.
+    """
+    query = "SELECT DISTINCT file_path FROM units WHERE list_contains($1, plan_id)"
+    paths = {path for (path,) in connection.execute(query, [plans["plan_ids"]]).fetchall()}
+    schema, parts = table.schemas()[plans["schema_id"]], [NO_PLACES]
+    groups = row_groups_of(table, plans["snapshot_id"], "", schema=schema, reads=FilesToRead(only=paths), exclude=where)
+    for group, plan_id in product(groups, plans["plan_ids"]):
+        names = [pa.repeat(each, len(group.dead)) for each in (plan_id, group.file_path)]
+        parts.append(pa.table([*names, group.first_row + group.dead], schema=NO_PLACES.schema))
+    return pa.concat_tables(parts)

@@ -30,6 +30,11 @@ from dlac_pipeline.lakehouse.doors import Door
 from dlac_pipeline.lakehouse.errors import BadInput
 
 COMMANDS = Door("dlac.commands", "command")
+_ORDER = (
+    *("plan", "train", "rendezvous", "recover", "rewind", "status", "runs", "incidents", "logs", "audit"),
+    *("table", "ledger", "sql", "rows", "checkpoint", "list", "tag", "untag", "verify", "retire"),
+)
+"""First names of the help and of each group. The others follow in the order of the alphabet."""
 
 
 class ExtensibleGroup(TyperGroup):
@@ -45,7 +50,9 @@ class ExtensibleGroup(TyperGroup):
         for name, point in self._points().items():
             if name not in self.commands:
                 self.commands[name] = ListedCommand(name, point)
-        return super().list_commands(ctx)
+        return sorted(
+            super().list_commands(ctx), key=lambda name: _ORDER.index(name) if name in _ORDER else len(_ORDER)
+        )
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         """Find the command that is named. An extension is imported now."""

@@ -1,4 +1,4 @@
-"""`dlac audit`, and the groups of source tables and of DLAC's own: `dlac table` and `dlac ledger`."""
+"""`dlac audit`, and the groups of commands of extensions: `dlac table`, `dlac ledger` and `dlac checkpoint`."""
 
 import sys
 from pathlib import Path
@@ -7,24 +7,20 @@ from typing import Annotated
 import typer
 from typer import Option
 
+import dlac_pipeline as dlac
 from dlac_pipeline.cli import shared as ui
 from dlac_pipeline.cli.extension_commands import InnerGroup
 
 app = typer.Typer()
-table = typer.Typer(cls=InnerGroup, no_args_is_help=True)
-ledger = typer.Typer(cls=InnerGroup, no_args_is_help=True)
-app.add_typer(
-    table,
-    name="table",
-    help="Group: list and release the pins of source tables, and register Parquet files as one.",
-    rich_help_panel=ui.STORAGE,
-)
-app.add_typer(
-    ledger,
-    name="ledger",
-    help="Group: keep DLAC's own tables small, and rebuild the ledger after a loss.",
-    rich_help_panel=ui.STORAGE,
-)
+_GROUPS = {
+    "table": "list and release the pins of source tables, and register Parquet files as one.",
+    "ledger": "keep DLAC's own tables small, and rebuild the ledger after a loss.",
+    "checkpoint": "list, tag, verify, retire and export checkpoints, and adopt checkpoints of other programs.",
+}
+"""Name of a group of commands -> its help. Extensions have its commands."""
+for _name, _help in _GROUPS.items():
+    group = typer.Typer(cls=InnerGroup, no_args_is_help=True)
+    app.add_typer(group, name=_name, help=f"Group: {_help}", rich_help_panel=ui.STORAGE)
 
 
 @ui.command(
@@ -59,14 +55,15 @@ def audit(
     It audits the surviving lineage, or that of another head on a branch that a rewind has abandoned.
     """
     from dlac_pipeline.audit.audit import audit_run
-    from dlac_pipeline.audit.explain import explain_sql
     from dlac_pipeline.audit.table import audit_table
 
     lakehouse = ui.lakehouse_of(spec, home)
     if explain or iceberg:
-        sys.stdout.write(explain_sql(lakehouse, run, checkpoint, iceberg=iceberg))
+        sys.stdout.write(dlac.explain_sql(lakehouse, run, checkpoint, iceberg=iceberg))
         return
-    report = audit_run(lakehouse, run, checkpoint, record=record)
+    report = (
+        dlac.audit_since(lakehouse, run, checkpoint, record=record) if record else audit_run(lakehouse, run, checkpoint)
+    )
     if as_json:
         ui.show_json(report.to_json())
     else:

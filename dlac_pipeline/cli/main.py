@@ -16,12 +16,7 @@ from rich.text import Text
 from typer import Option
 
 from dlac_pipeline.cli import (
-    branches,
-    checkpoints,
     lakehouse,
-    logs,
-    provenance,
-    runs,
     training,
 )
 from dlac_pipeline.cli.display import Interrupted
@@ -43,7 +38,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for _part in (training, branches, runs, logs, lakehouse, provenance, checkpoints):
+for _part in (training, lakehouse):
     app.add_typer(_part.app)
 
 

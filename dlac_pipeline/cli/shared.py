@@ -2,6 +2,7 @@
 
 import math
 import os
+import shlex
 import sys
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -34,8 +35,10 @@ if TYPE_CHECKING:
     from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-TRAIN, RECOVER, LOOK, AUDIT, STORAGE = "Train", "Recover", "Look", "Audit", "Storage"
+TRAIN, RECOVER, AUDIT, STORAGE = "Train", "Recover", "Audit", "Storage"
 """Groups of commands in the help of `dlac`."""
+SPEC_PLACEHOLDER = "FILE"
+"""Placeholder in a command for a job spec whose path is unknown on this node."""
 WIDE = 100_000
 """Columns without a terminal: nothing is folded or cut off, for the program that reads it."""
 _GAP = "  "
@@ -91,6 +94,9 @@ SpecOption = Annotated[
 ]
 RunName = Annotated[str, Argument(help="Name of the training run.", callback=check_run_name)]
 Step = Annotated[int | None, Option(help="Step of the checkpoint. Unset: the head.")]
+CheckpointId = Annotated[
+    str | None, Option("--checkpoint", help="Id of the checkpoint, if several branches have one of that step.")
+]
 Sandbox = Annotated[Path | None, Option(help="Folder for the sandbox with a copy of the checkpoint. Unset: temporary.")]
 AsJson = Annotated[bool, Option("--json", help="Print one JSON object.")]
 
@@ -321,3 +327,10 @@ def place_options(spec: Path | None, home: Path | None) -> tuple[str, ...]:
     if home is not None and str(home) != os.environ.get("DLAC_HOME", ".dlac"):
         options += ("--home", str(home))
     return options if spec is None else (*options, "--spec", str(spec))
+
+
+def command_with(command: str, options: Sequence[str]) -> str:
+    """Return a command, if any, with the options that name the lakehouse. A job spec among them replaces the placeholder."""
+    if "--spec" in options:
+        command = command.removesuffix(f" --spec {SPEC_PLACEHOLDER}")
+    return " ".join([command, *map(shlex.quote, options)]) if command else ""

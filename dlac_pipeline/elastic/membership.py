@@ -108,7 +108,9 @@ class Membership:
         """
         if self._endpoint is None:
             launch = self._launch
-            ranks = usable_ranks(self._batch_size, _ranks_here(launch)) if launch.nodes else launch.world_size
+            each, ranks = launch.processes_per_reader, launch.world_size
+            if launch.nodes:
+                ranks = usable_ranks(self._batch_size, _ranks_here(launch), per_reader=each)
             return Round(Share(world_size=ranks, ranks=ranks, port=free_port()))
         endpoint, node_timeout_s = self._endpoint, self._launch.node_timeout_s
         deadline = time.monotonic() + self._launch.gather_timeout_s

@@ -123,9 +123,13 @@ def _buddy_of(member: Member, members: tuple[Member, ...]) -> int:
     return (apart or after or [member])[0].place
 
 
-def usable_ranks(batch_size: int, available: int) -> int:
-    """Return the largest number of ranks, at most `available`, that divides the batch size."""
-    return max(ranks for ranks in range(1, available + 1) if batch_size % ranks == 0)
+def usable_ranks(batch_size: int, available: int, *, per_reader: int = 1) -> int:
+    """Return the largest number of ranks, at most `available`, whose readers divide the batch size.
+
+    Too few ranks for one reader of `per_reader` ranks are usable with those of other nodes.
+    """
+    readers = range(1, available // per_reader + 1)
+    return max((per_reader * each for each in readers if batch_size % each == 0), default=available)
 
 
 def assign_ranks(
@@ -136,13 +140,14 @@ def assign_ranks(
     stay: Collection[int],
     batch_size: int,
     most_nodes: int,
+    per_reader: int = 1,
 ) -> tuple[Member, ...]:
     """Return the members of a round by the offers of the nodes in each slot. A node without a rank is no member.
 
     The leader is first. Nodes of the last round (`stay`) come before others, and of these the ones with the most ranks.
     """
     order = sorted(offers, key=lambda slot: (slot != leader, slot not in stay, -offers[slot].ranks, slot))[:most_nodes]
-    remaining = usable_ranks(batch_size, sum(offers[slot].ranks for slot in order))
+    remaining = usable_ranks(batch_size, sum(offers[slot].ranks for slot in order), per_reader=per_reader)
     members: list[Member] = []
     first = 0
     for slot in order:

@@ -1,55 +1,22 @@
-"""The orchestrator that started this process: reports to it, notice of its end, and answers to its signals."""
+"""The orchestrator that started this process: reports to it, and answers to its signals."""
 
 import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, TextIO
 
 from dlac_pipeline.elastic.ranks.rank import ENDING_SIGNALS
-from dlac_pipeline.lakehouse.errors import TrainingFailed
 from dlac_pipeline.lakehouse.masking import mask_event
 from dlac_pipeline.lakehouse.plain_json import strict_json
 
 MARGIN_S = 5.0
 """Extra seconds for a launcher, past the ranks' grace period, when it is not needed any more."""
-_ALIVE_EVERY_S = 5.0
 _EVENTS: list[TextIO] = []
 """The last one is the stream of events. None: `sys.stdout`."""
 _REPORTING = threading.Lock()
-
-
-class Orchestrator:
-    """Receiver of a heartbeat every few seconds. When it ends, the work for it ends."""
-
-    def __init__(self) -> None:
-        self._stop: Callable[[], None] | None = None
-        self._grace_s = 0.0
-        threading.Thread(target=self._report_alive, daemon=True).start()
-        threading.Thread(target=self._watch_input, daemon=True).start()
-
-    def on_end(self, stop: Callable[[], None], *, grace_s: float) -> None:
-        """Call `stop` when it has ended, and give that this many seconds. Without `stop`, none."""
-        self._grace_s, self._stop = grace_s + MARGIN_S, stop
-
-    def _watch_input(self) -> None:
-        """Read standard input to its end, which means that the other side is gone. Then exit, in order or not."""
-        while os.read(sys.stdin.fileno(), 4096):
-            continue
-        if self._stop is not None:
-            self._stop()
-            time.sleep(self._grace_s)
-        # It may be busy with something long, a verification perhaps; the ranks die with this process.
-        os._exit(TrainingFailed.exit_code)
-
-    def _report_alive(self) -> None:
-        """Report that this process runs. The ranks' progress shows that they run."""
-        while True:
-            time.sleep(_ALIVE_EVERY_S)
-            report({"event": "alive"})
 
 
 def keep_events_apart() -> None:

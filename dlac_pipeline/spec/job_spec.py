@@ -389,9 +389,12 @@ class JobSpec(spec_problems.Section):
             )
         if self.launch.replicas:
             return self
-        if not self.launch.nodes and self.order.batch_size % self.launch.world_size:
+        each = self.launch.processes_per_reader
+        readers, rest = divmod(self.launch.world_size, each)
+        if not self.launch.nodes and (rest or self.order.batch_size % readers):
+            shared = f" / {each} processes per reader" if each > 1 else ""
             raise ValueError(
-                f"batch_size {self.order.batch_size} is not a multiple of world_size {self.launch.world_size}: "
+                f"batch_size {self.order.batch_size} is not a multiple of world_size {self.launch.world_size}{shared}: "
                 "every rank works on the same number of samples"
             )
         return self

@@ -1,11 +1,8 @@
 """Request to a launcher: a job, and how it takes the run over. It travels as JSON."""
 
-import base64
-import zlib
-from collections.abc import Mapping
 from pathlib import Path
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.spec.job_spec import JobSpec
@@ -13,10 +10,6 @@ from dlac_pipeline.spec.spec_problems import Section, Timeout, Wait
 
 OPERATOR = "operator"
 """The one who notices a failure where no program did: a person who starts a run again."""
-REQUEST_VARIABLE = "DLAC_REQUEST"
-"""Environment variable that carries the request to the nodes of a cluster job."""
-REQUEST_FILE_VARIABLE = "DLAC_REQUEST_FILE"
-"""Environment variable that names a file with the request: on Kubernetes it is a secret."""
 
 
 class LaunchChoices(Section):
@@ -55,21 +48,3 @@ class Request(LaunchChoices):
             raise SpecInvalid(f"expected a training script at launch.script = {script!r}, found no such file")
         for section in self.spec.sections.values():
             section.check_here()
-
-
-def pack(request: Request) -> str:
-    """Return a request as one word of letters, digits, '-', '_' and '='."""
-    return base64.urlsafe_b64encode(zlib.compress(request.model_dump_json().encode())).decode()
-
-
-def unpack(environment: Mapping[str, str]) -> Request:
-    """Return the request in the environment of a node, or in a file that it names. Raise `SpecInvalid` without one."""
-    try:
-        file = environment.get(REQUEST_FILE_VARIABLE)
-        word = Path(file).read_text() if file else environment[REQUEST_VARIABLE]
-        return Request.model_validate_json(zlib.decompress(base64.urlsafe_b64decode(word)))
-    except (KeyError, OSError, ValueError, zlib.error, ValidationError) as err:
-        raise SpecInvalid(
-            f"expected a request of this DLAC in ${REQUEST_VARIABLE} or ${REQUEST_FILE_VARIABLE}, found none: submit the job "
-            f"with the version that its image has ({err})"
-        ) from err

@@ -16,6 +16,8 @@ NODES = "nodes"
 """Reason of an attempt that exits to make room for more nodes. It has no deadline, so this is no notice."""
 LISTENS_S = 30.0
 """Extra seconds for the nodes of a cluster's job, past their ranks' time to exit, until their last events appear in its logs."""
+READER_VARIABLE = "DLAC_PROCESSES_PER_READER"
+"""Variable with the number of consecutive processes that read one share of the batch. It divides the world size. Default: 1."""
 LEAST_START_S = 600.0
 """Seconds that a start may take without progress: libraries are imported, and a checkpoint may be converted."""
 
@@ -180,6 +182,14 @@ class LaunchSpec(Section):
             )
         object.__setattr__(self, "world_size", ranks)  # the model is frozen for everybody else
         return self
+
+    @property
+    def processes_per_reader(self) -> int:
+        """Number of consecutive ranks that read one share of the batch, by their environment."""
+        number = self.env.get(READER_VARIABLE, "1")
+        if not number.isdecimal() or not int(number):
+            raise ValueError(f"expected a number above 0 as {READER_VARIABLE}, found {number!r}: correct it")
+        return int(number)
 
     @property
     def healing(self) -> str:

@@ -137,7 +137,8 @@ class SupervisedAttempt:
         self.leg = leg = Leg.from_json(point.leg)
         rows = [self._retry(self._plans.row, source.plan_id) for source in leg.sources]
         self._run_events.publish_start(point, self._plans, self._round.share, self.folder)
-        for message in leg.warnings(sum(row.live_rows for row in rows), self._spec.launch.world_size):
+        readers = self._round.share.world_size // self._spec.launch.processes_per_reader
+        for message in leg.warnings(sum(row.live_rows for row in rows), readers):
             self._publish({"event": "warning", "message": message})
         if isinstance(point, FromMemory) and point.head_damage:
             facts = f"expected the checkpoint {point.checkpoint_id!r} to be whole, found damage: {point.head_damage}"
@@ -278,7 +279,8 @@ class SupervisedAttempt:
         )
 
     def _fail(self, ranks: AllRanks, cause: Exit) -> Failure:
-        failure = end_ranks(ranks, cause, step=self.step, resumed_step=self._resumed_step)
+        each = self._spec.launch.processes_per_reader
+        failure = end_ranks(ranks, cause, step=self.step, resumed_step=self._resumed_step, per_reader=each)
         facts = {"cause": failure.cause, "step": failure.last_step, "phase": failure.doing, **ranks.log_end(cause.rank)}
         raised_at = {"where": failure.where, "traceback": failure.traceback} if failure.place else {}
         self._publish({"event": "failure", "rank": cause.rank, **facts, **raised_at})

@@ -5,7 +5,6 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from dlac_pipeline.elastic.ranks.this_process import READER_VARIABLE
 from dlac_pipeline.lakehouse.config import sqlite_file
 from dlac_pipeline.lakehouse.errors import NoSuchJobSpec, SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
@@ -43,7 +42,7 @@ def trained_attempts(rows: Sequence[LedgerRow]) -> list[int]:
 def ranks_of_attempt(lakehouse: Lakehouse, rows: Sequence[LedgerRow], run: str, attempt: int) -> tuple[int, int]:
     """Return the ranks of an attempt, and the shares that they read, by its job spec. Raises as `spec_of_attempt`."""
     launch = spec_of_attempt(lakehouse, rows, run, attempt).launch
-    return launch.world_size, launch.world_size // int(launch.env.get(READER_VARIABLE, "1"))
+    return launch.world_size, launch.world_size // launch.processes_per_reader
 
 
 def spec_of_attempt(lakehouse: Lakehouse, rows: Sequence[LedgerRow], run: str, attempt: int) -> JobSpec:

@@ -140,8 +140,11 @@ def failure_of_attempt(
     )
 
 
-def end_ranks(ranks: AllRanks, cause: Exit, *, step: int, resumed_step: int) -> Failure:
-    """Kill all ranks of this node and return the failure. `step` is the last one that all ranks are known to have finished."""
+def end_ranks(ranks: AllRanks, cause: Exit, *, step: int, resumed_step: int, per_reader: int) -> Failure:
+    """Kill all ranks of this node and return the failure. `step` is the last one that all ranks are known to have finished.
+
+    `per_reader` consecutive ranks read one share of the batch.
+    """
     noticed_at = time.time()
     heartbeats = ranks.heartbeats()
     known = [found for found in heartbeats if found is not None]
@@ -160,7 +163,7 @@ def end_ranks(ranks: AllRanks, cause: Exit, *, step: int, resumed_step: int) -> 
         stopped_at=time.time(),
         last_step=max((found.step for found in known), default=step),
         began=min((found.spent.began for found in known), default=0.0),
-        rows=rows_worked_on(heartbeats, silent=ranks.silent_ranks) + ranks.own.rows_of_dead,
+        rows=rows_worked_on(heartbeats, silent=ranks.silent_ranks, per_reader=per_reader) + ranks.own.rows_of_dead,
         in_hand=0 if mine is None else max(0, mine.spent.in_hand),
         doing=Phase.STARTING.name.lower() if mine is None else mine.doing,
         rank=cause.rank,
@@ -173,12 +176,17 @@ def end_ranks(ranks: AllRanks, cause: Exit, *, step: int, resumed_step: int) -> 
     )
 
 
-def rows_worked_on(heartbeats: Sequence[RankHeartbeat | None], *, silent: Collection[int]) -> int:
-    """Return the rows of finished steps. Of silent ranks, which took part in the steps of the others, at least their mean."""
-    rows = [0 if found is None else found.spent.rows for found in heartbeats]
-    others = [count for rank, count in enumerate(rows) if rank not in silent]
+def rows_worked_on(heartbeats: Sequence[RankHeartbeat | None], *, silent: Collection[int], per_reader: int = 1) -> int:
+    """Return the rows of finished steps. Of silent ranks, which took part in the steps of the others, at least their mean.
+
+    The first of `per_reader` ranks counts the rows of their share.
+    """
+    rows = {
+        rank: 0 if found is None else found.spent.rows for rank, found in enumerate(heartbeats) if not rank % per_reader
+    }
+    others = [count for rank, count in rows.items() if rank not in silent]
     least = round(sum(others) / len(others)) if others else 0
-    return sum(max(count, least) if rank in silent else count for rank, count in enumerate(rows))
+    return sum(max(count, least) if rank in silent else count for rank, count in rows.items())
 
 
 def first_cause(failures: list[Exit]) -> Exit:

@@ -13,6 +13,7 @@ from dlac_pipeline.elastic.round import LEADER, RESUME, VERDICT
 from dlac_pipeline.supervise.attempt_state import AttemptMachine, AttemptState, Decision, Observation
 from dlac_pipeline.supervise.distributed_verify import NodeVerifier
 from dlac_pipeline.supervise.failure import Failure, planned_end
+from dlac_pipeline.supervise.liveness.heartbeat import rows_of_readers
 from dlac_pipeline.supervise.ranks.all_ranks import LEAVE, REQUESTS_REPORTS, STOP, report_of
 from dlac_pipeline.supervise.ranks.local_ranks import RankGroup
 from dlac_pipeline.supervise.ranks.node_part import NodePart
@@ -157,7 +158,8 @@ class FollowerAttempt:
         step = max((found.step for found in known), default=0)
         end = planned_end(f"attempt {self._attempt} {reason}", step=step, undone=known)
         failed_at = end.failed_at if cut_off else end.failed_at - self._round.silent_s(LEADER)
-        rows = end.rows * self._round.share.world_size // max(1, len(known))
+        each, world_size = self._part.spec.launch.processes_per_reader, self._round.share.world_size
+        rows = rows_of_readers(known, world_size=world_size, per_reader=each)
         failure = replace(end, failed_at=failed_at, rows=rows)
         self._publish({"event": "failure", "cause": failure.cause, "step": failure.last_step, "phase": failure.doing})
         return AttemptVerdict(restart=failure, attempt=self._attempt)

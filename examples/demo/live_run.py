@@ -40,7 +40,9 @@ class LiveRun:
         """Return the supervisor's process. Its ranks are its children, or those of its fork server."""
         process = self.rank(0)
         above = [] if process is None else process.parents()
-        return next((one for one in above if "dlac_pipeline.launchers.supervisor_process" in one.cmdline()), None)
+        return next(
+            (one for one in above if "dlac_pipeline.extensions.orchestrated.supervisor_process" in one.cmdline()), None
+        )
 
     def kill_rank(self, number: int) -> bool:
         """SIGKILL a rank in the middle of an optimizer step. Return False if no rank exists."""

@@ -15,8 +15,8 @@ from typing import Any
 
 from dlac_pipeline.audit.audit import AuditReport, audit_open_run, open_run
 from dlac_pipeline.audit.lakehouse_sql import rows_of
-from dlac_pipeline.audit.losses import LossCurve, differing_steps, read_losses
-from dlac_pipeline.extensions.pictures.plots import draw_coverage, draw_goodput, draw_losses
+from dlac_pipeline.extensions.look.losses import LossCurve, differing_steps, read_losses
+from dlac_pipeline.extensions.look.plots import draw_coverage, draw_goodput, draw_losses
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.recoveries import PHASES, Recovery
 from dlac_pipeline.lakehouse.plain_json import strict_json

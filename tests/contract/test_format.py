@@ -10,13 +10,13 @@ import pytest
 from pyiceberg.expressions import AlwaysTrue, And, BooleanExpression
 
 from dlac_pipeline.audit.audit import audit_run
-from dlac_pipeline.checkpoint.listing import list_checkpoints, verify_checkpoints
+from dlac_pipeline.extensions.kept_checkpoints.listing import list_checkpoints, verify_checkpoints
+from dlac_pipeline.extensions.look.run_state import list_runs
 from dlac_pipeline.lakehouse.iceberg.connect import among, equals, more_than
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
 from dlac_pipeline.lakehouse.ledger.schemas import TABLES
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
-from dlac_pipeline.operations.status import list_runs
 from tests.conftest import Arena
 from tests.integration.audit_runs import Workshop
 from tests.integration.test_cli import dlac

@@ -10,8 +10,8 @@ import pytest
 
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.audit.lakehouse_sql import open_audit
+from dlac_pipeline.extensions.look.run_state import run_status
 from dlac_pipeline.lakehouse.ledger.typed_rows import RetireRow
-from dlac_pipeline.operations.status import run_status
 from tests.faults.undisturbed import check_pass
 
 if TYPE_CHECKING:

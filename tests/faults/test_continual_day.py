@@ -18,10 +18,10 @@ import pytest
 import yaml
 
 from dlac_pipeline.audit.audit import audit_run
-from dlac_pipeline.checkpoint.listing import list_checkpoints
 from dlac_pipeline.dagster.failures import RUN_TAG
 from dlac_pipeline.dagster.sensors.continual import DUE_TAG, due_key
 from dlac_pipeline.dagster.sensors.pending_work import due
+from dlac_pipeline.extensions.kept_checkpoints.listing import list_checkpoints
 from dlac_pipeline.extensions.upkeep.pins import list_pins
 from dlac_pipeline.lakehouse.ledger.typed_rows import LegRow
 from dlac_pipeline.plan.legs.leg import Leg

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from dlac_pipeline.checkpoint.listing import verify_checkpoints
 from dlac_pipeline.checkpoint.store import tiers_of
+from dlac_pipeline.extensions.kept_checkpoints.listing import verify_checkpoints
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
 
 if TYPE_CHECKING:

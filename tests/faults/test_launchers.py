@@ -18,9 +18,9 @@ import pytest
 import yaml
 
 from dlac_pipeline.audit.audit import audit_run
+from dlac_pipeline.extensions.look.run_state import run_status
 from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow, FinishRow
-from dlac_pipeline.operations.status import run_status
 from tests.conftest import PROGRAMS, wait_until
 from tests.faults.test_preemption import check_gone, metadata_server
 from tests.ports import own_port

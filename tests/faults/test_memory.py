@@ -15,12 +15,12 @@ import torch
 
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.checkpoint.store import folder_of
+from dlac_pipeline.extensions.branches.rewind import rewind_run
 from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
 from dlac_pipeline.lakehouse.ledger.run_rows import restorable_rows
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow, QuarantinedCheckpointRow
 from dlac_pipeline.memory_states.memory_file import MemoryFile
 from dlac_pipeline.memory_states.states import memory_folder, read_states
-from dlac_pipeline.operations.rewind import rewind_run
 from dlac_pipeline.spec.job_spec import JobSpec
 from tests.conftest import wait_until
 from tests.launches import Launch

@@ -19,8 +19,8 @@ from pyiceberg.io.pyarrow import schema_to_pyarrow
 
 import dlac_pipeline as dlac
 from dlac_pipeline.audit.audit import AuditReport, audit_run
-from dlac_pipeline.audit.explain import explain_sql
 from dlac_pipeline.audit.lakehouse_sql import open_audit, rows_of
+from dlac_pipeline.extensions.erasure.explain import explain_sql
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.lakehouse.ledger.schemas import CONSUMPTION, SLICES

@@ -25,10 +25,10 @@ from torch.distributed.checkpoint.state_dict_saver import save
 import dlac_pipeline as dlac
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.audit.lakehouse_sql import open_audit
-from dlac_pipeline.checkpoint.listing import checkpoint_of_file
 from dlac_pipeline.checkpoint.stage.copies import Direct
 from dlac_pipeline.checkpoint.store import folder_of, tiers_of
 from dlac_pipeline.extensions.exchange.export import export_tensors
+from dlac_pipeline.extensions.exchange.exported_files import checkpoint_of_file
 from dlac_pipeline.extensions.exchange.foreign import foreign_checkpoint
 from dlac_pipeline.extensions.exchange.fork import adopt_checkpoint
 from dlac_pipeline.lakehouse.errors import CheckpointDamaged, CheckpointError, CheckpointUnsafe, SpecInvalid

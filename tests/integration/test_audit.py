@@ -13,19 +13,20 @@ import pytest
 from rich.console import Console
 
 from dlac_pipeline.audit.audit import audit_run, open_run
-from dlac_pipeline.audit.explain import explain_sql
-from dlac_pipeline.audit.goodput import read_attempt_times, read_goodput
 from dlac_pipeline.audit.lakehouse_sql import (
     KEPT_TABLES,
     KEPT_TABLES_OF_ONE_RUN,
     OWN_TABLES,
-    lock_to_lakehouse,
     open_audit,
     rows_of,
 )
-from dlac_pipeline.audit.losses import read_losses
 from dlac_pipeline.audit.table import audit_table
-from dlac_pipeline.extensions.pictures.plots import draw_coverage, draw_goodput, draw_losses
+from dlac_pipeline.extensions.auditors.queries import lock_to_lakehouse
+from dlac_pipeline.extensions.erasure.explain import explain_sql
+from dlac_pipeline.extensions.look.goodput import read_attempt_times, read_goodput
+from dlac_pipeline.extensions.look.losses import read_losses
+from dlac_pipeline.extensions.look.plots import draw_coverage, draw_goodput, draw_losses
+from dlac_pipeline.extensions.look.run_state import run_status
 from dlac_pipeline.lakehouse.errors import NoSuchRun
 from dlac_pipeline.lakehouse.iceberg import own_rows
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
@@ -33,7 +34,6 @@ from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
 from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows
 from dlac_pipeline.lakehouse.ledger.schemas import TABLES
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow, Columns
-from dlac_pipeline.operations.status import run_status
 from examples.demo.report import write_report
 from tests.fixtures import ROWS, Lake
 from tests.integration.audit_runs import changed, check_script_agrees, is_advance, rows_named, until_step, without

@@ -11,8 +11,8 @@ import duckdb
 import pytest
 
 from dlac_pipeline.audit.audit import AuditReport, audit_open_run, open_run
-from dlac_pipeline.audit.goodput import goodput_of_rows, read_goodput
 from dlac_pipeline.audit.lakehouse_sql import rows_of
+from dlac_pipeline.extensions.look.goodput import goodput_of_rows, read_goodput
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
 from tests.integration.audit_runs import KINDS, TABLES, Workshop, check_script_agrees, tokens_of, trained

@@ -13,8 +13,9 @@ from pyiceberg.table import CommitTableResponse, Table
 from sqlalchemy.exc import OperationalError
 
 from dlac_pipeline.audit.audit import audit_run
-from dlac_pipeline.audit.explain import explain_sql
 from dlac_pipeline.audit.lakehouse_sql import open_audit, rows_of
+from dlac_pipeline.extensions.erasure.explain import explain_sql
+from dlac_pipeline.extensions.upkeep.orphans import remove_orphans
 from dlac_pipeline.extensions.upkeep.pins import list_pins
 from dlac_pipeline.extensions.upkeep.upkeep import run_upkeep
 from dlac_pipeline.lakehouse.errors import LakehouseError, SpecInvalid
@@ -25,7 +26,6 @@ from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.plans import find_plan
 from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow, CheckpointRow, ExportRow, LedgerRow, LegRow
 from dlac_pipeline.lakehouse.maintenance.expiry import expire
-from dlac_pipeline.lakehouse.maintenance.orphans import remove_orphans
 from dlac_pipeline.plan.plan import Plan
 from dlac_pipeline.plan.planner import make_plan
 

@@ -10,8 +10,9 @@ from pyiceberg.schema import Schema
 
 from catalog import PROFILE
 from catalog.tables import STDLIB, TABLES, TOKENS
-from dlac_pipeline.audit.lakehouse_sql import check_reads_only, lock_to_lakehouse, open_audit
+from dlac_pipeline.audit.lakehouse_sql import open_audit
 from dlac_pipeline.cli.main import app
+from dlac_pipeline.extensions.auditors.queries import check_reads_only, lock_to_lakehouse
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from examples.corpus import corpus, tokens
 from examples.corpus.tokens import tokenize_corpus

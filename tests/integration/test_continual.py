@@ -15,7 +15,7 @@ from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG, PREEMPTED_TAG, RUN_T
 from dlac_pipeline.dagster.sensors import continual
 from dlac_pipeline.dagster.sensors.pending_work import due
 from dlac_pipeline.dagster.training_runs import model_key, plan_key
-from dlac_pipeline.operations.rewind import rewind_run
+from dlac_pipeline.extensions.branches.rewind import rewind_run
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.liveness.run_lock import run_lock

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from dlac_pipeline.elastic.ranks.this_process import READER_VARIABLE
 from dlac_pipeline.extensions.dataset import as_batch, open_dataset
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.plan.slots import DataCoordinate
+from dlac_pipeline.spec.launch_spec import READER_VARIABLE
 from tests.integration.datasets import Datasets, seen
 
 

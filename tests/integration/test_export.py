@@ -24,15 +24,16 @@ from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.audit.lakehouse_sql import open_audit
 from dlac_pipeline.checkpoint.engines.distributed_state import DistributedState
 from dlac_pipeline.checkpoint.engines.torch_state import TorchState
-from dlac_pipeline.checkpoint.listing import checkpoint_of_file
 from dlac_pipeline.checkpoint.stage.copies import Direct
 from dlac_pipeline.checkpoint.store import folder_of, tiers_of
 from dlac_pipeline.extensions.exchange import export
 from dlac_pipeline.extensions.exchange.export import export_weights
+from dlac_pipeline.extensions.exchange.exported_files import checkpoint_of_file
 from dlac_pipeline.extensions.exchange.weights import weights_of
+from dlac_pipeline.extensions.kept_checkpoints.tags import name_checkpoint
 from dlac_pipeline.lakehouse.errors import CheckpointDamaged, CheckpointError, NoSuchCheckpoint, StoreUnavailable
 from dlac_pipeline.lakehouse.iceberg.connect import connect
-from dlac_pipeline.lakehouse.ledger.commits import name_checkpoint, names_of
+from dlac_pipeline.lakehouse.ledger.commits import names_of
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import ExportRow, NameRow
 from tests.conftest import Arena, wait_until

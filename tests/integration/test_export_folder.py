@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from dlac_pipeline.checkpoint.listing import checkpoint_of_file
 from dlac_pipeline.checkpoint.restore.verified_copy import Restored
 from dlac_pipeline.checkpoint.store import folder_of, tiers_of
 from dlac_pipeline.extensions.exchange import export
 from dlac_pipeline.extensions.exchange.export import export_weights, write_state_folder
+from dlac_pipeline.extensions.exchange.exported_files import checkpoint_of_file
 from dlac_pipeline.lakehouse.errors import CheckpointDamaged, SpecInvalid, StoreUnavailable
 from dlac_pipeline.lakehouse.ledger.typed_rows import ExportRow
 from dlac_pipeline.spec.job_spec import JobSpec

@@ -18,18 +18,19 @@ import yaml
 
 import dlac_pipeline as dlac
 from dlac_pipeline.audit.audit import audit_run
-from dlac_pipeline.audit.explain import explain_sql
 from dlac_pipeline.audit.lakehouse_sql import open_audit, rows_of
-from dlac_pipeline.checkpoint.listing import verify_checkpoints
 from dlac_pipeline.checkpoint.store import folder_of
+from dlac_pipeline.extensions.branches.rewind import rewind_run
+from dlac_pipeline.extensions.erasure.explain import explain_sql
 from dlac_pipeline.extensions.exchange.fork import fork_run
+from dlac_pipeline.extensions.kept_checkpoints.listing import verify_checkpoints
+from dlac_pipeline.extensions.kept_checkpoints.tags import name_checkpoint
 from dlac_pipeline.lakehouse.errors import CheckpointDamaged, NoSuchCheckpoint, NoSuchRun, SpecInvalid, StoreUnavailable
 from dlac_pipeline.lakehouse.iceberg.connect import connect
-from dlac_pipeline.lakehouse.ledger.commits import name_checkpoint, names_of
+from dlac_pipeline.lakehouse.ledger.commits import names_of
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, CheckpointRow, ClaimRow, NameRow, RetireRow
 from dlac_pipeline.lakehouse.store_files import StoreFiles
-from dlac_pipeline.operations.rewind import rewind_run
 from dlac_pipeline.spec.job_spec import JobSpec
 from tests.conftest import Arena, wait_until
 from tests.fixtures import Command

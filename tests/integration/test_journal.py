@@ -13,6 +13,8 @@ import pytest
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.audit.lakehouse_sql import open_audit
 from dlac_pipeline.cli.main import app
+from dlac_pipeline.extensions.kept_checkpoints.tags import name_checkpoint
+from dlac_pipeline.extensions.look.run_state import run_status
 from dlac_pipeline.extensions.rebuild.rebuild import Rebuilt, rebuild_ledger
 from dlac_pipeline.extensions.upkeep.upkeep import run_upkeep
 from dlac_pipeline.lakehouse.config import LakehouseConfig
@@ -27,11 +29,9 @@ from dlac_pipeline.lakehouse.errors import (
 from dlac_pipeline.lakehouse.iceberg import own_rows
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.lakehouse.ledger import journal as journals
-from dlac_pipeline.lakehouse.ledger.commits import name_checkpoint
 from dlac_pipeline.lakehouse.ledger.journal import Journal
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
-from dlac_pipeline.operations.status import run_status
 from dlac_pipeline.supervise.liveness.run_lock import run_lock
 from tests.conftest import Arena, wait_until
 from tests.integration.test_older_ledger import files_of, reconnect, restore_catalog

@@ -6,19 +6,19 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from dlac_pipeline.extensions.branches.appends import commit_rewind
+from dlac_pipeline.extensions.kept_checkpoints.tags import name_checkpoint
 from dlac_pipeline.extensions.upkeep.upkeep import compact
 from dlac_pipeline.lakehouse.config import KEEP_SNAPSHOTS
 from dlac_pipeline.lakehouse.errors import Fenced, HeadMoved, NoSuchCheckpoint, RowsBetween, RunFinished, SteppedAside
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger import ledger as ledgers
 from dlac_pipeline.lakehouse.ledger.arrow_rows import parse_rows
-from dlac_pipeline.lakehouse.ledger.branches import commit_rewind
 from dlac_pipeline.lakehouse.ledger.commits import (
     Attempt,
     claim,
     commit_checkpoint,
     finish,
-    name_checkpoint,
     quarantine,
 )
 from dlac_pipeline.lakehouse.ledger.ledger import Append, Ledger, RunState

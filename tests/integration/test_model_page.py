@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from dlac_pipeline.dagster.assets.pages import model_page
-from dlac_pipeline.extensions.pictures import plots
+from dlac_pipeline.extensions.look import plots
 from dlac_pipeline.extensions.registration.register import register
 from tests.conftest import Arena
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from dlac_pipeline.audit.audit import audit_run
-from dlac_pipeline.checkpoint.listing import list_checkpoints, verify_checkpoints
+from dlac_pipeline.extensions.kept_checkpoints.listing import list_checkpoints, verify_checkpoints
+from dlac_pipeline.extensions.look.run_state import list_runs, run_status
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import LakehouseError, LedgerOlderThanStore
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.operations.status import list_runs, run_status
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.claims import last_spec

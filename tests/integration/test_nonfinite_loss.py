@@ -20,10 +20,10 @@ from dlac_pipeline.checkpoint import finiteness
 from dlac_pipeline.checkpoint.engines.distributed_state import DistributedState
 from dlac_pipeline.checkpoint.finiteness import FinitenessCheck
 from dlac_pipeline.checkpoint.stage.copies import Copies, CopyMemory, storage_key
+from dlac_pipeline.extensions.look.run_state import run_status
 from dlac_pipeline.extensions.trainers.trainer_files import TrainerFiles
 from dlac_pipeline.lakehouse.errors import LossNotFinite
 from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
-from dlac_pipeline.operations.status import run_status
 from examples.demo.report import write_report
 from tests.conftest import Arena
 

@@ -20,6 +20,8 @@ from sqlalchemy import create_engine, text
 import dlac_pipeline
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.checkpoint.commit import coordinator
+from dlac_pipeline.extensions.branches.rewind import rewind_run
+from dlac_pipeline.extensions.look.run_state import run_status
 from dlac_pipeline.extensions.rebuild.rebuild import rebuild_ledger
 from dlac_pipeline.extensions.upkeep.upkeep import run_upkeep
 from dlac_pipeline.lakehouse.config import LakehouseConfig
@@ -32,8 +34,6 @@ from dlac_pipeline.lakehouse.ledger.older_ledger import check_journal, commit_ma
 from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
 from dlac_pipeline.lakehouse.store_files import StoreFiles
-from dlac_pipeline.operations.rewind import rewind_run
-from dlac_pipeline.operations.status import run_status
 from tests.conftest import Arena, wait_until
 from tests.postgres_server import needs_postgres, postgres
 

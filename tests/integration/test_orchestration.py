@@ -17,12 +17,12 @@ import psutil
 import pytest
 from dagster._core.events import EngineEventData
 
-from dlac_pipeline.checkpoint.listing import list_checkpoints
 from dlac_pipeline.dagster.failures import OUTAGE_TAG, PREEMPTED_TAG
 from dlac_pipeline.dagster.heartbeat import Heartbeat
 from dlac_pipeline.dagster.maintenance import verify_job
 from dlac_pipeline.dagster.sensors.lost_runs import lost_run_sensor
 from dlac_pipeline.dagster.settings import FILE, read_settings
+from dlac_pipeline.extensions.kept_checkpoints.listing import list_checkpoints
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.ledger.commits import claim
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger

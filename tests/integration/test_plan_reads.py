@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from dlac_pipeline.checkpoint.restore.resume_point import ResumePoint
+from dlac_pipeline.extensions.branches.rewind import rewind_run
 from dlac_pipeline.lakehouse.errors import TableReplaced
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
-from dlac_pipeline.operations.rewind import rewind_run
 from dlac_pipeline.plan.legs.choice import plan_sources
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.plan import Plans

@@ -13,8 +13,8 @@ import torch
 import dlac_pipeline as dlac
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.checkpoint import store as checkpoint_store
-from dlac_pipeline.checkpoint.listing import list_checkpoints, verify_checkpoints
 from dlac_pipeline.checkpoint.store import tiers_of
+from dlac_pipeline.extensions.kept_checkpoints.listing import list_checkpoints, verify_checkpoints
 from dlac_pipeline.lakehouse.errors import StoreUnavailable
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow

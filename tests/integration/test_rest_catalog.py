@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from dlac_pipeline.audit.audit import audit_run
+from dlac_pipeline.extensions.kept_checkpoints.tags import name_checkpoint
 from dlac_pipeline.extensions.upkeep.upkeep import run_upkeep
-from dlac_pipeline.lakehouse.ledger.commits import name_checkpoint
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from tests.conftest import Arena
 from tests.seaweedfs import SeaweedFS, needs_seaweedfs, seaweedfs

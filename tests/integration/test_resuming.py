@@ -14,6 +14,7 @@ import yaml
 from dlac_pipeline import training_run
 from dlac_pipeline.checkpoint.manifest import content_digest, read_manifest, verify_files
 from dlac_pipeline.checkpoint.store import MANIFEST, folder_of
+from dlac_pipeline.extensions.branches.rewind import rewind_run
 from dlac_pipeline.lakehouse.errors import (
     CheckpointDamaged,
     CursorMismatch,
@@ -28,7 +29,6 @@ from dlac_pipeline.lakehouse.errors import (
 )
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow, QuarantinedCheckpointRow
 from dlac_pipeline.lakehouse.store_files import StoreFiles
-from dlac_pipeline.operations.rewind import rewind_run
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.plan.planner import make_plan
 from dlac_pipeline.spec.job_spec import JobSpec

@@ -14,12 +14,12 @@ import pyarrow.parquet as pq
 import pytest
 from pyiceberg.table import StaticTable
 
-from dlac_pipeline.audit.explain import explain_sql
 from dlac_pipeline.audit.lakehouse_sql import open_audit, rows_of
+from dlac_pipeline.extensions.branches.rewind import rewind_run
+from dlac_pipeline.extensions.erasure.explain import explain_sql
 from dlac_pipeline.extensions.erasure.seen import who_has_seen
 from dlac_pipeline.extensions.exchange.fork import fork_run
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
-from dlac_pipeline.operations.rewind import rewind_run
 from tests.conftest import Arena
 from tests.fixtures import Command
 from tests.integration.audit_runs import KINDS, TABLES, Workshop, changed, tokens_of, trained

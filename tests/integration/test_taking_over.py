@@ -12,11 +12,11 @@ import torch
 from dlac_pipeline import TorchState, training_run
 from dlac_pipeline.checkpoint.restore.resume_point import FromMemory, ResumePoint
 from dlac_pipeline.checkpoint.store import MANIFEST, folder_of
+from dlac_pipeline.extensions.branches.rewind import rewind_run
 from dlac_pipeline.lakehouse.errors import CatalogUnreachable, Fenced, ResumeMismatch, SteppedAside
 from dlac_pipeline.lakehouse.ledger.commits import claim
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import ClaimRow
-from dlac_pipeline.operations.rewind import rewind_run
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.start.request import ClaimRequest

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
+from dlac_pipeline.extensions.look.run_state import run_status
 from dlac_pipeline.lakehouse.errors import LossNotFinite
-from dlac_pipeline.operations.status import run_status
 from dlac_pipeline.spec.job_spec import JobSpec
 from tests.conftest import PROGRAMS, Arena
 

@@ -10,7 +10,7 @@ import pytest
     ("module", "unwanted"),
     [
         ("dlac_pipeline.launchers.serve", {"torch", "deepspeed", "dagster"}),
-        ("dlac_pipeline.launchers.supervisor_process", {"pyiceberg", "pyarrow", "sqlalchemy"}),
+        ("dlac_pipeline.extensions.orchestrated.supervisor_process", {"pyiceberg", "pyarrow", "sqlalchemy"}),
         ("jobs.definitions", {"pyiceberg", "pyarrow", "duckdb", "numpy", "torch", "matplotlib"}),
         ("dlac_pipeline.cli.main", {"pyiceberg", "pyarrow", "duckdb", "numpy", "sqlalchemy", "torch", "dagster"}),
     ],

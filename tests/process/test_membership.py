@@ -20,7 +20,7 @@ from dlac_pipeline.elastic import membership
 from dlac_pipeline.elastic.endpoint import serve_rendezvous
 from dlac_pipeline.elastic.membership import EndedElsewhere, Membership
 from dlac_pipeline.elastic.nodes.node_heartbeat import NodeHeartbeat
-from dlac_pipeline.elastic.rank_assignment import Offer, RoundPlan, assign_ranks
+from dlac_pipeline.elastic.rank_assignment import Offer, RoundPlan, assign_ranks, usable_ranks
 from dlac_pipeline.elastic.round import Round
 from dlac_pipeline.elastic.sealed_store import KEY_VARIABLE
 from dlac_pipeline.lakehouse.errors import NodesMissing, SpecInvalid
@@ -106,6 +106,9 @@ def test_largest_dividing_world_size() -> None:
     assert [(member.slot, member.first_rank, member.ranks) for member in members] == [(2, 0, 2), (3, 2, 2)]
     uneven = assign_ranks(offers, ids, leader=1, stay=[], batch_size=3, most_nodes=3)
     assert [(member.slot, member.first_rank, member.ranks) for member in uneven] == [(1, 0, 2), (2, 2, 1)]
+    shared = assign_ranks(offers, ids, leader=1, stay=[], batch_size=2, most_nodes=3, per_reader=2)
+    assert [(member.slot, member.first_rank, member.ranks) for member in shared] == [(1, 0, 2), (2, 2, 2)]
+    assert [usable_ranks(4, available, per_reader=4) for available in (2, 7, 9, 20)] == [2, 4, 8, 16]
     large = {**offers, 4: offer("d", ranks=8)}
     largest = assign_ranks(large, ids, leader=1, stay=[2], batch_size=24, most_nodes=3)
     assert [(member.slot, member.id) for member in largest] == [(1, "a"), (2, "b"), (4, "d")]

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dlac_pipeline.extensions.clusters.packed_request import REQUEST_VARIABLE, unpack
 from dlac_pipeline.lakehouse import masking
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import SpecInvalid, StoreUnavailable
@@ -22,7 +23,7 @@ from dlac_pipeline.lakehouse.masking import is_secret_name, mask_known, mask_sec
 from dlac_pipeline.lakehouse.store_files import StoreFiles
 from dlac_pipeline.launchers.protocol import render_job
 from dlac_pipeline.spec.job_spec import parse_spec, read_spec
-from dlac_pipeline.spec.launch_request import REQUEST_VARIABLE, Request, unpack
+from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.ranks.rank_events import EventReader, EventWriter
 from tests.small_records import raw_spec, small_spec
 

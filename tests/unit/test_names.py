@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dlac_pipeline.audit.explain import explain_sql
 from dlac_pipeline.cli.main import app
+from dlac_pipeline.extensions.erasure.explain import explain_sql
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import NoSuchRun, SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect

@@ -19,7 +19,11 @@ def test_public_surface_is_pinned() -> None:
     names = [*classes, "training_run"]
     assert dlac_pipeline.__all__ == names
     assert all(getattr(dlac_pipeline, name).__name__ == name for name in dlac_pipeline.__all__)
-    of_extensions = ("DlacDataset", "Shadow", "TorchFTState", "as_batch", "merge_states", "open_dataset")
+    of_extensions = (
+        *("DlacDataset", "Shadow", "TorchFTState", "as_batch", "audit_since", "checkpoint_of_file", "explain_sql"),
+        *("keep_checkpoint", "merge_states", "open_dataset", "record_exports", "remove_orphans", "retire_checkpoints"),
+        *("rewind_run", "unname_checkpoint"),
+    )
     assert all(getattr(dlac_pipeline, name).__name__ == name for name in of_extensions)
     assert not any(hasattr(dlac_pipeline, name) for name in ("no_such_name", "NoSuchName"))
 

@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from dlac_pipeline import training_run
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.spec.job_spec import JobSpec, full_spec, parse_recorded, parse_spec, read_spec
+from dlac_pipeline.spec.launch_spec import READER_VARIABLE
 
 GOOD: dict[str, Any] = {
     "run": "r1",
@@ -43,6 +44,14 @@ def with_values(section: str, **values: Any) -> dict[str, Any]:
         (with_values("order", batch_size=0), r"order\.batch_size: .*found 0"),
         (with_values("order", seed=-1), r"order\.seed: .*found -1"),
         (with_values("launch", world_size=3), r"batch_size 32 is not a multiple of world_size 3"),
+        (
+            with_values("launch", world_size=6, env={READER_VARIABLE: "4"}),
+            r"batch_size 32 is not a multiple of world_size 6 / 4 processes per reader",
+        ),
+        (
+            with_values("launch", env={READER_VARIABLE: "two"}),
+            r"a number above 0 as DLAC_PROCESSES_PER_READER, found 'two'",
+        ),
         (with_values("source", columns=[]), r"source\.columns: .*\[\]"),
         (with_values("source", columns=["x", "x"]), r"source\.columns: .*\['x', 'x'\]"),
         (with_values("checkpoint", every_steps="often"), r"checkpoint\.every_steps: .*'often'"),
@@ -205,6 +214,12 @@ def test_home_fills_only_empty_settings(tmp_path: Path) -> None:
     assert parse_spec(GOOD, origin="here").resolved(tmp_path).checkpoint.store == str(
         tmp_path.resolve() / "checkpoints"
     )
+
+
+def test_readers_divide_the_batch() -> None:
+    """Ranks that read one share of the batch count once: 64 of them are 32 readers, one for each sample."""
+    raw = with_values("launch", world_size=64, env={READER_VARIABLE: "2"})
+    assert parse_spec(raw, origin="the test").launch.processes_per_reader == 2
 
 
 @pytest.mark.parametrize(

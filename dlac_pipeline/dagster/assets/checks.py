@@ -15,7 +15,7 @@ from dlac_pipeline.dagster.training_runs import TrainingRunDefinition, model_key
 from dlac_pipeline.lakehouse import errors
 
 if TYPE_CHECKING:
-    from dlac_pipeline.checkpoint.listing import Verification
+    from dlac_pipeline.extensions.kept_checkpoints.listing import Verification
     from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
     from dlac_pipeline.lakehouse.store_files import StoreFiles
 
@@ -126,8 +126,7 @@ def verify_head(
     `NoSuchCheckpoint` if its head was retired while it was read, `NoRestorableCheckpoint` if every checkpoint is damaged, or
     `StoreUnavailable` if the store does not answer. That is no damage, and nothing is recorded.
     """
-    from dlac_pipeline.checkpoint.listing import list_checkpoints, verify_checkpoints
-    from dlac_pipeline.lakehouse.ledger.commits import record_verified
+    from dlac_pipeline.extensions.kept_checkpoints.listing import list_checkpoints, record_verified, verify_checkpoints
     from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 
     listed = list_checkpoints(lakehouse, run)

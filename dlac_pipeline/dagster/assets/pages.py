@@ -6,15 +6,15 @@ from collections.abc import Callable
 from dataclasses import asdict, fields
 from typing import Any
 
-from dlac_pipeline.audit import audit, goodput, lakehouse_sql, losses
-from dlac_pipeline.checkpoint.listing import list_checkpoints
+from dlac_pipeline.audit import audit, lakehouse_sql
 from dlac_pipeline.dagster.metadata import picture, sql_metadata, table
-from dlac_pipeline.extensions.pictures import plots
+from dlac_pipeline.extensions.kept_checkpoints.listing import list_checkpoints
+from dlac_pipeline.extensions.look import goodput, losses, plots
+from dlac_pipeline.extensions.look.run_state import run_status
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.recoveries import Recovery
 from dlac_pipeline.lakehouse.ledger.typed_rows import MembershipRow
-from dlac_pipeline.operations.status import run_status
 
 _log = logging.getLogger(__name__)
 _SHOWN = 10

@@ -74,12 +74,13 @@ class Leadership:
             plan = self._round.plan
             if plan is None or not self._offers or plan.nodes >= self._launch.max_nodes:
                 return False
+            each = self._launch.processes_per_reader
             room, config = self._launch.max_nodes - plan.nodes, plan.members[0].offer.config
             members = [member.slot for member in plan.members]
             others = {slot: offer for slot, offer in self._offers.items() if slot not in members}
             waiting = sorted((offer.ranks for offer in others.values() if offer.config == config), reverse=True)[:room]
             offered = sum(member.offer.ranks for member in plan.members) + sum(waiting)
-            return rank_assignment.usable_ranks(self._batch_size, offered) > plan.world_size
+            return rank_assignment.usable_ranks(self._batch_size, offered, per_reader=each) > plan.world_size
 
     def lead(self, found: Sealed, *, repeats: bool) -> None:
         """Read all nodes, form a round if it is time for one, and renew the lease.
@@ -142,7 +143,13 @@ class Leadership:
         if offers[knows_most].attempt > mine.attempt:
             return {**state, "slot": knows_most, "id": ids[knows_most]}
         members = rank_assignment.assign_ranks(
-            offers, ids, leader=own, stay=before, batch_size=self._batch_size, most_nodes=self._launch.max_nodes
+            offers,
+            ids,
+            leader=own,
+            stay=before,
+            batch_size=self._batch_size,
+            most_nodes=self._launch.max_nodes,
+            per_reader=self._launch.processes_per_reader,
         )
         plan = RoundPlan.form(members, number=later_number(lease["round"]), port=free_port())
         self._publish_plan(plan)

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.plan.slots import DataCoordinate
+from dlac_pipeline.spec.launch_spec import READER_VARIABLE
 
-READER_VARIABLE = "DLAC_PROCESSES_PER_READER"
-"""Variable with the number of consecutive processes that read one share of the batch. It divides the world size. Default: 1."""
 GROUP_VARIABLE = "DLAC_PROCESS_GROUP"
 """Variable with the number of this process's group, if an attempt has several process groups, which are equally large."""
 

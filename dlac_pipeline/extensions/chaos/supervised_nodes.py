@@ -98,7 +98,7 @@ class SupervisedNodes:
         for _, folder in sorted(newest)[-2 * self._job.spec.launch.max_nodes :]:
             if heartbeats := read_heartbeats(folder):
                 at, steps = max(each.at for each in heartbeats), [each.step for each in heartbeats]
-                trains = all(each.spent.rows > 0 for each in heartbeats)
+                trains = all(each.spent.computing_us > 0 for each in heartbeats)
                 found.append(RunProgress(folder=folder, step=min(steps), furthest=max(steps), at=at, trains=trains))
         return max(found, key=lambda each: each.at, default=RunProgress())
 

@@ -16,11 +16,12 @@ from typing import Any
 import yaml
 
 from dlac_pipeline.extensions.clusters.checks import NODE, check_kubernetes, writable_mounts
+from dlac_pipeline.extensions.clusters.packed_request import pack
 from dlac_pipeline.extensions.clusters.scheduler import ANSWER_S, JobState, job_name, leave_s
 from dlac_pipeline.extensions.clusters.settings import ClusterSpec
 from dlac_pipeline.lakehouse.errors import BadInput
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.spec.launch_request import Request, pack
+from dlac_pipeline.spec.launch_request import Request
 
 _GROUPS = {
     "JobSet": ("jobset.x-k8s.io", "v1alpha2", "jobsets"),

@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from dlac_pipeline.elastic.sealed_store import KEY_VARIABLE
+from dlac_pipeline.extensions.clusters.packed_request import unpack
 from dlac_pipeline.extensions.clusters.scheduler import FIRST_NODE_VARIABLE, KEY_FILE_VARIABLE, UNFINISHED_EXIT_CODE
 from dlac_pipeline.extensions.clusters.settings import ClusterSpec
 from dlac_pipeline.extensions.clusters.slurm import Slurm
@@ -26,7 +27,7 @@ from dlac_pipeline.lakehouse.ledger.typed_rows import ClaimRow
 from dlac_pipeline.launchers.orchestrator import keep_events_apart, on_ending_signals, report
 from dlac_pipeline.launchers.protocol import Here
 from dlac_pipeline.launchers.serve import report_error, run_and_report
-from dlac_pipeline.spec.launch_request import Request, unpack
+from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.claims import to_replace
 
 _FIRST_PORT, _PORTS = 20_000, 10_000

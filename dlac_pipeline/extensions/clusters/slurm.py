@@ -17,10 +17,11 @@ from string import Template
 
 from dlac_pipeline.elastic.sealed_store import KEY_VARIABLE
 from dlac_pipeline.extensions.clusters.checks import check_slurm
+from dlac_pipeline.extensions.clusters.packed_request import REQUEST_VARIABLE, pack
 from dlac_pipeline.extensions.clusters.scheduler import ANSWER_S, UNFINISHED_EXIT_CODE, JobState, job_name, leave_s
 from dlac_pipeline.extensions.clusters.settings import ClusterSpec
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.spec.launch_request import REQUEST_VARIABLE, Request, pack
+from dlac_pipeline.spec.launch_request import Request
 
 _ENDED = {
     *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL"),

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from pydantic import BaseModel
 
 from dlac_pipeline.checkpoint.collectives import RankTree
-from dlac_pipeline.elastic.ranks.this_process import READER_VARIABLE, this_process
+from dlac_pipeline.elastic.ranks.this_process import this_process
 from dlac_pipeline.extensions.dataset.batches import ABOUT, LAST_BATCHES, LastBatch
 from dlac_pipeline.extensions.dataset.dataset import DlacDataset
 from dlac_pipeline.extensions.dataset.state import check_requested, read_state
@@ -24,6 +24,7 @@ from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.plan.slots import ALL_SLOTS, DataCoordinate
 from dlac_pipeline.spec import job_spec
+from dlac_pipeline.spec.launch_spec import READER_VARIABLE
 
 _log = logging.getLogger(__name__)
 

@@ -18,9 +18,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from pyiceberg.table.snapshots import Snapshot
 
 from dlac_pipeline.audit.audit import audit_run
-from dlac_pipeline.audit.explain import EXPLAINED, tables_and_views
 from dlac_pipeline.audit.lakehouse_sql import names_in, scripts_of, sql_script
 from dlac_pipeline.checkpoint.store import folder_uri, tiers_of
+from dlac_pipeline.extensions.erasure.explain import EXPLAINED, tables_and_views
 from dlac_pipeline.extensions.erasure.forget import ForgetPlan, Moment, SpecOf, plan_forget
 from dlac_pipeline.extensions.erasure.left_weights import LeftWeights
 from dlac_pipeline.lakehouse.errors import FormatTooNew, SpecInvalid

@@ -6,17 +6,15 @@ from typing import Any
 
 from blake3 import blake3
 
+import dlac_pipeline as dlac
 from dlac_pipeline.extensions.erasure.forget import ForgetPlan, SpecOf, plan_forget
 from dlac_pipeline.extensions.erasure.left_weights import LeftWeights
 from dlac_pipeline.lakehouse.errors import AppendHistoryLost, EmptyPlan, PinLost
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.branches import FORGET_REASON, exclusions_in_force
-from dlac_pipeline.lakehouse.ledger.commits import unname_checkpoint
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.older_ledger import check_ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import Exclusion, RewindRow
-from dlac_pipeline.operations.retire import retire_checkpoints
-from dlac_pipeline.operations.rewind import rewind_run
 from dlac_pipeline.plan.legs.committed_leg import first_leg_of, leg_of
 from dlac_pipeline.spec.job_spec import JobSpec
 
@@ -44,7 +42,7 @@ def _rewind(lakehouse: Lakehouse, plan: ForgetPlan, run: dict[str, Any], spec_of
     # a later rewind may have dropped what an equal one excluded
     facts = [plan["id"], name, run["head"], clean, sum(isinstance(row, RewindRow) for row in rows)]
     try:
-        rewind_run(
+        dlac.rewind_run(
             lakehouse,
             name,
             nonce=blake3(json.dumps(facts).encode()).hexdigest(length=8),
@@ -67,8 +65,8 @@ def _retire(lakehouse: Lakehouse, run: dict[str, Any], spec: JobSpec | None) -> 
     """Retire the affected checkpoints of a run whose head has not seen the rows, and remove their files and leftovers."""
     ledger, name, tags, affected = Ledger(lakehouse), run["run"], run["tags"] or (), run["affected"] or ()
     check_ledger(lakehouse, name)
-    done = [f"tag {tag} of run {name} is removed from {unname_checkpoint(ledger, name, tag)}" for tag in tags]
-    gone = retire_checkpoints(lakehouse, name, spec, only=affected) if affected else []
+    done = [f"tag {tag} of run {name} is removed from {dlac.unname_checkpoint(ledger, name, tag)}" for tag in tags]
+    gone = dlac.retire_checkpoints(lakehouse, name, spec, only=affected) if affected else []
     done += [f"checkpoint {row.checkpoint_id} (step {row.step}) of run {name} is retired" for row in gone]
     if spec is not None:
         LeftWeights(lakehouse, spec, affected).remove()

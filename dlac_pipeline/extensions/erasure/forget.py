@@ -15,7 +15,7 @@ import duckdb
 import pyarrow as pa
 from blake3 import blake3
 
-from dlac_pipeline.audit.lakehouse_sql import open_audit, rows_of, sql_script
+from dlac_pipeline.audit.lakehouse_sql import NO_PLACES, excluded_places, open_audit, rows_of, sql_script
 from dlac_pipeline.extensions.erasure.keyed_rows import keyed_places
 from dlac_pipeline.extensions.erasure.limits import certificate_limits
 from dlac_pipeline.lakehouse.errors import DataFileUnreadable, DlacError, SpecInvalid
@@ -23,7 +23,6 @@ from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.iceberg.own_rows import sql_literals
 from dlac_pipeline.lakehouse.iceberg.row_groups import parse_exclusion
 from dlac_pipeline.lakehouse.iceberg.sources import check_data_files
-from dlac_pipeline.operations.branch_checks import NO_PLACES, excluded_places
 from dlac_pipeline.spec.job_spec import JobSpec
 
 _HOW_TO_COUNT = "record keys with source.row_keys, and name the rows by values of their identity columns"

@@ -12,11 +12,10 @@ from pyiceberg.expressions import And
 from pyiceberg.table import Table
 from pyiceberg.types import DateType, IntegerType, LongType, StringType, UUIDType
 
-from dlac_pipeline.audit.lakehouse_sql import sql_script
+from dlac_pipeline.audit.lakehouse_sql import NO_PLACES, sql_script
 from dlac_pipeline.lakehouse.filters.conditions import Combination, Condition, IsAmong
 from dlac_pipeline.lakehouse.iceberg.connect import NO_KEY, Lakehouse, among, equals
 from dlac_pipeline.lakehouse.iceberg.row_groups import parse_exclusion
-from dlac_pipeline.operations.branch_checks import NO_PLACES
 
 _Values = dict[str, str]
 """Column -> text of its value."""

@@ -16,14 +16,13 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
+import dlac_pipeline as dlac
 from dlac_pipeline.audit.lakehouse_sql import open_audit, rows_of, sql_script
-from dlac_pipeline.checkpoint.listing import checkpoint_of_file
 from dlac_pipeline.checkpoint.manifest import content_digest
 from dlac_pipeline.extensions.erasure.xor_filter import XorFilter
 from dlac_pipeline.lakehouse.durable_io import write_durably
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
-from dlac_pipeline.lakehouse.ledger.commits import record_exports
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import ExportRow
 from dlac_pipeline.lakehouse.store_files import file_digest
@@ -94,7 +93,7 @@ def write_passport(lakehouse: Lakehouse, export: Path) -> Passport | None:
         file=path.name,
         part=_PART,
     )
-    record_exports(Ledger(lakehouse), passport.run, [row])
+    dlac.record_exports(Ledger(lakehouse), passport.run, [row])
     write_durably(path, content)
     return passport
 
@@ -102,7 +101,7 @@ def write_passport(lakehouse: Lakehouse, export: Path) -> Passport | None:
 def _exported_files(lakehouse: Lakehouse, export: Path) -> dict[str, dict[str, Any]]:
     """Return the ledger's facts of each file of weights of an export, by name. A folder has several, and an index."""
     paths = sorted(export.glob("*.safetensors*")) if export.is_dir() else [export]
-    files = {path.name: checkpoint_of_file(lakehouse, path) for path in paths}
+    files = {path.name: dlac.checkpoint_of_file(lakehouse, path) for path in paths}
     found = sorted({each["checkpoint_id"] for each in files.values()})
     if len(found) != 1:
         raise SpecInvalid(

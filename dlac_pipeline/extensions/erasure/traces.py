@@ -14,6 +14,7 @@ from pyiceberg.expressions import AlwaysTrue, And, BooleanExpression
 from pyiceberg.io.pyarrow import ArrowScan, _dataframe_to_data_files, schema_to_pyarrow
 from pyiceberg.manifest import DataFile
 
+import dlac_pipeline as dlac
 from dlac_pipeline.extensions.erasure.certificate import contradictions
 from dlac_pipeline.extensions.erasure.forget import ForgetPlan, SpecOf, plan_forget
 from dlac_pipeline.lakehouse.errors import SpecInvalid
@@ -22,7 +23,6 @@ from dlac_pipeline.lakehouse.ledger.journal import Journal
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
 from dlac_pipeline.lakehouse.maintenance.expiry import UPKEEP_OF_SNAPSHOT, committing, expire
-from dlac_pipeline.lakehouse.maintenance.orphans import remove_orphans
 from dlac_pipeline.lakehouse.retrying import retrying
 
 _FILES = 64
@@ -58,7 +58,7 @@ def erase_traces(lakehouse: Lakehouse, table: str, filters: Sequence[str], spec_
 def _remove_older(lakehouse: Lakehouse, name: str) -> None:
     """Delete the files of older snapshots, and files that an earlier, killed call left."""
     expire(lakehouse, name, keep=1)
-    remove_orphans(lakehouse, name)
+    dlac.remove_orphans(lakehouse, name)
 
 
 def _erase_keys(lakehouse: Lakehouse, plan: ForgetPlan) -> int:

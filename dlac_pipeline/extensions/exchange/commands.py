@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument, Option
 
 from dlac_pipeline.cli import shared as ui
-from dlac_pipeline.cli.branches import CheckpointId
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.ledger.run_rows import check_run_name
 from dlac_pipeline.spec.job_spec import parse_spec
@@ -28,7 +27,7 @@ def fork(
     new: Annotated[str, Option("--as", help="Name of the new run.", callback=check_run_name)],
     spec: Annotated[Path, Option("--spec", help="Job spec of the new run. Its name of a run is ignored.")],
     step: ui.Step = None,
-    checkpoint: CheckpointId = None,
+    checkpoint: ui.CheckpointId = None,
     home: ui.Home = None,
     as_json: ui.AsJson = False,
 ) -> None:
@@ -116,7 +115,7 @@ def identify(
     as_json: ui.AsJson = False,
 ) -> None:
     """Identify the checkpoint of a file of weights, by its digest. `dlac sql` shows what it has consumed."""
-    from dlac_pipeline.checkpoint.listing import checkpoint_of_file
+    from dlac_pipeline.extensions.exchange.exported_files import checkpoint_of_file
 
     ui.show_facts(checkpoint_of_file(ui.lakehouse_of(spec, home), file), as_json=as_json)
 

@@ -13,16 +13,17 @@ from typing import Any
 
 import torch
 
+import dlac_pipeline as dlac
 from dlac_pipeline.checkpoint.engines.engine import Weights
 from dlac_pipeline.checkpoint.engines.shards import sharding_info, tensor_file
 from dlac_pipeline.checkpoint.restore.verified_copy import Restored, restore
 from dlac_pipeline.checkpoint.stage.streamed_file import DTYPES, TensorFile, Written, write_state
 from dlac_pipeline.checkpoint.store import Tiers, storing
+from dlac_pipeline.extensions.exchange.exported_files import record_exports
 from dlac_pipeline.extensions.exchange.weights import WEIGHTS_FILE, WEIGHTS_INDEX, state_of, weights_of
 from dlac_pipeline.lakehouse.durable_io import fsync_path, make_folder_durably
 from dlac_pipeline.lakehouse.errors import CheckpointError, SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
-from dlac_pipeline.lakehouse.ledger.commits import keep_checkpoint, record_exports
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import ExportRow
 from dlac_pipeline.lakehouse.store_files import file_digest
@@ -146,7 +147,7 @@ def export_part(
     ledger = Ledger(lakehouse)
     hold = f"export:{socket.gethostname()}:{path}"  # exporting there again takes over what was killed
     with (
-        keep_checkpoint(ledger, tiers.run, hold, step=step) as row,
+        dlac.keep_checkpoint(ledger, tiers.run, hold, step=step) as row,
         TemporaryDirectory(prefix="dlac-export-") as own,  # the run's local copies come and go
     ):
         found = restore(row, replace(tiers, local=Path(own)) if tiers.store is not None else tiers)

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import dlac_pipeline as dlac
 from dlac_pipeline.checkpoint.engines.engine import Foreign
 from dlac_pipeline.checkpoint.manifest import FileEntry, Manifest, check_inside, read_manifest, verify_file
 from dlac_pipeline.checkpoint.store import Tiers, folder_uri, tiers_of
@@ -18,7 +19,7 @@ from dlac_pipeline.extensions.exchange.foreign import checkpoint_of_header, copy
 from dlac_pipeline.extensions.exchange.initial_checkpoint import Beginning, begin, check_new
 from dlac_pipeline.lakehouse import durable_io, errors, store_files
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
-from dlac_pipeline.lakehouse.ledger.commits import keep_checkpoint, names_of, new_nonce, unname_checkpoint
+from dlac_pipeline.lakehouse.ledger.commits import names_of, new_nonce
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.older_ledger import check_ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows
@@ -79,7 +80,9 @@ def fork_run(
     tiers.check_writable()
     with (
         run_lock(spec.checkpoint.local, spec.run, wait_s=0.0, takeover=False),
-        keep_checkpoint(ledger, parent_run, f"{_holds_of(spec.run)}:{new_nonce()}", checkpoint_id=target.checkpoint_id),
+        dlac.keep_checkpoint(
+            ledger, parent_run, f"{_holds_of(spec.run)}:{new_nonce()}", checkpoint_id=target.checkpoint_id
+        ),
     ):
         _check_new(ledger, spec.run, parent_run)
         begun = begin(lakehouse, spec, _make_beginning(parent_run, target, files or tiers.files, tiers))
@@ -118,7 +121,7 @@ def _release_parent(ledger: Ledger, run: str, parent_run: str) -> None:
     for name in names_of(ledger.rows(parent_run, kinds=(NameRow,))):
         if name.rpartition(":")[0] == _holds_of(run):
             with suppress(errors.NoSuchCheckpoint):  # its owner removed it
-                unname_checkpoint(ledger, parent_run, name)
+                dlac.unname_checkpoint(ledger, parent_run, name)
 
 
 def _check_new(ledger: Ledger, run: str, parent_run: str) -> None:

@@ -11,7 +11,7 @@ from dlac_pipeline.extensions.listeners import events
 from dlac_pipeline.extensions.listeners.ledger_events import COMMANDS, read_events
 from dlac_pipeline.lakehouse.ledger.recoveries import PHASES
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.supervise.liveness.heartbeat import read_heartbeats
+from dlac_pipeline.supervise.liveness.heartbeat import read_heartbeats, rows_of_readers
 from dlac_pipeline.supervise.ranks.rank_events import ENDINGS, Event
 from dlac_pipeline.supervise.ranks.run_events import RUN_BEGUN, WENT_BACK
 
@@ -82,7 +82,8 @@ class EventTranslator:
         if first is None or self._started is None or step <= step_before:
             return []
         # Under torchrun this node has the heartbeats of its own ranks only.
-        rows = sum(each.spent.rows for each in beats) * self._started.world_size // len(beats)
+        per_reader = self._spec.launch.processes_per_reader
+        rows = rows_of_readers(beats, world_size=self._started.world_size, per_reader=per_reader)
         self._seen, self._step, self._rows = (now, rows, step), step, rows
         seconds = max(1e-3, now - (before or first.spent.began or now))
         tokens = (step - step_before) * self._spec.order.batch_size * self._spec.sequences.length

@@ -9,7 +9,6 @@ from typer import Option
 
 from dlac_pipeline.audit.wording import format_count
 from dlac_pipeline.cli import shared as ui
-from dlac_pipeline.cli.display import command_with
 from dlac_pipeline.extensions.replay.rows_command import show_step_rows
 from dlac_pipeline.lakehouse.plain_json import strict_json
 from dlac_pipeline.spec.spec_problems import MOST_STEPS
@@ -95,7 +94,7 @@ def spike(
     first = {"loss": [f"{loss:.6g}" for loss, _ in shown], "": marks}
     show_step_rows([row for _, row in shown], text, first, empty="")
     for command in report.rewinds:
-        ui.show_text(command_with(command, ui.place_options(spec, home)))
+        ui.show_text(ui.command_with(command, ui.place_options(spec, home)))
     if report.unnamed:
         ui.show_text(report.unnamed)
 

@@ -6,9 +6,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dlac_pipeline.audit.losses import bits_of
 from dlac_pipeline.checkpoint.manifest import config_digest
 from dlac_pipeline.extensions.replay.loss_spikes import skipped_steps
+from dlac_pipeline.extensions.replay.replay import bits_of
 from dlac_pipeline.extensions.replay.step_replay import Replay, ReplayStart, replay_steps
 from dlac_pipeline.lakehouse.errors import NothingToRehearse
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse

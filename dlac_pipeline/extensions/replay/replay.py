@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import shutil
+import struct
 import tempfile
 import time
 from collections.abc import Iterator
@@ -120,3 +121,8 @@ def _check_alive(ranks: RankGroup, spec: JobSpec, hang_detector: HangDetector) -
         raise kind(cause.message)
     tail = cause.traceback or ranks.log_end(cause.rank)["log_tail"]
     raise errors.TrainingFailed(f"the rehearsal of run {spec.run!r} died, production is untouched: {cause}\n{tail}")
+
+
+def bits_of(loss: float | None) -> bytes | None:
+    """Return the bits of a loss: equal for equal losses alone, also where they are NaN."""
+    return None if loss is None else struct.pack("<d", loss)

@@ -9,10 +9,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from dlac_pipeline.audit.losses import bits_of
 from dlac_pipeline.extensions.replay.committed_steps import CommittedStep, CommittedSteps
 from dlac_pipeline.extensions.replay.loss_spikes import LossWindow, Spike, count_to_blame, find_spikes, finite_or_inf
 from dlac_pipeline.extensions.replay.named_rows import filter_of_rows
+from dlac_pipeline.extensions.replay.replay import bits_of
 from dlac_pipeline.extensions.replay.step_replay import ReplayStart, replay_steps
 from dlac_pipeline.extensions.replay.step_rows import StepRow, StepRows
 from dlac_pipeline.lakehouse.errors import NothingToRehearse, ScriptInvalid, SpecInvalid

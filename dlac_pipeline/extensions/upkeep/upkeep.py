@@ -15,6 +15,7 @@ from pyiceberg.expressions import AlwaysTrue
 from pyiceberg.io.pyarrow import ArrowScan, _dataframe_to_data_files, schema_to_pyarrow
 from pyiceberg.table import FileScanTask, Table
 
+from dlac_pipeline.extensions.upkeep.orphans import remove_orphans
 from dlac_pipeline.lakehouse.config import KEEP_SNAPSHOTS
 from dlac_pipeline.lakehouse.errors import CommitConflict
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, reachable
@@ -22,7 +23,6 @@ from dlac_pipeline.lakehouse.iceberg.own_rows import decoding, own_files
 from dlac_pipeline.lakehouse.ledger.older_ledger import check_journal
 from dlac_pipeline.lakehouse.ledger.schemas import TABLES
 from dlac_pipeline.lakehouse.maintenance.expiry import UPKEEP_OF_SNAPSHOT, LeanTransaction, expire, expire_in
-from dlac_pipeline.lakehouse.maintenance.orphans import remove_orphans
 from dlac_pipeline.lakehouse.retrying import as_commit_conflict, retrying
 
 SMALL_BYTES = 16 * 2**20

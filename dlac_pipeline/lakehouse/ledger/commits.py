@@ -1,16 +1,14 @@
-"""Rules of appends to a run's ledger: claim, checkpoint, quarantine, name, export, verify, finish."""
+"""Rules of appends to a run's ledger: claim, checkpoint, quarantine, finish."""
 
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from dlac_pipeline.lakehouse import errors
 from dlac_pipeline.lakehouse.ledger import typed_rows
 from dlac_pipeline.lakehouse.ledger.ledger import Append, Ledger, RunState
-from dlac_pipeline.lakehouse.ledger.run_rows import Fence, no_such_run, restorable
+from dlac_pipeline.lakehouse.ledger.run_rows import Fence
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,103 +110,6 @@ def finish(ledger: Ledger, attempt: Attempt, *, step: int) -> RunState:
         return replace(beside(state, [typed_rows.FinishRow(step=step)]), finished=True)
 
     return ledger.append(attempt.run, decide)
-
-
-def name_checkpoint(
-    ledger: Ledger, run: str, name: str, *, step: int | None = None, checkpoint_id: str | None = None
-) -> str:
-    """Name the checkpoint of a step or with an id, or the head. Retention keeps it while it has a name. Return its id.
-
-    Raises `NoSuchRun`, `NoSuchCheckpoint` if none can be restored, or `SpecInvalid` if another checkpoint has the name.
-    """
-    named = ""
-
-    def decide(state: RunState) -> Append | None:
-        nonlocal named
-        if not state.exists:
-            raise no_such_run(run, ledger.runs())
-        rows = ledger.rows_at(state, kinds=typed_rows.HEAD_KINDS)
-        named = restorable(run, rows, step, checkpoint_id=checkpoint_id).checkpoint_id
-        holder = names_of(rows).get(name)
-        if holder == named:
-            return None
-        if holder is not None:
-            raise errors.SpecInvalid(
-                f"expected {name!r} to tag no checkpoint of run {run!r}, found it tags {holder!r}: choose another tag, or "
-                "remove this one with `dlac checkpoint untag`"
-            )
-        return beside(state, [typed_rows.NameRow(checkpoint_id=named, name=name)])
-
-    ledger.append(run, decide)
-    return named
-
-
-def record_exports(ledger: Ledger, run: str, exports: Sequence[typed_rows.ExportRow]) -> None:
-    """Record files that were made from a checkpoint. Each once, however often it is made."""
-
-    def decide(state: RunState) -> Append | None:
-        known = {row.digest for row in ledger.rows_at(state, kinds=(typed_rows.ExportRow,))}
-        new = [row for row in exports if row.digest not in known]
-        return beside(state, new) if new else None
-
-    ledger.append(run, decide)
-
-
-def record_verified(ledger: Ledger, run: str, problems: Mapping[str, str | None], *, verification: str) -> None:
-    """Record comparisons of digests: id of a checkpoint -> problem, None for a whole one.
-
-    `verification` is the caller's own id of it: after a lost answer it is not recorded twice.
-    """
-
-    def decide(state: RunState) -> Append | None:
-        if any(row.verification == verification for row in ledger.rows_at(state, kinds=(typed_rows.VerifyRow,))):
-            return None
-        row = partial(typed_rows.VerifyRow, verification=verification)
-        return beside(state, [row(checkpoint_id=each, problem=problem) for each, problem in problems.items()])
-
-    ledger.append(run, decide)
-
-
-def unname_checkpoint(ledger: Ledger, run: str, name: str) -> str:
-    """Remove a name. Return the id of the checkpoint that had it. Raises `NoSuchRun` or `NoSuchCheckpoint`."""
-    removed = ""
-
-    def decide(state: RunState) -> Append | None:
-        nonlocal removed
-        if not state.exists:
-            raise no_such_run(run, ledger.runs())
-        names = names_of(ledger.rows_at(state, kinds=(typed_rows.NameRow,)))
-        if name not in names:
-            if removed:
-                return None  # an earlier try has landed
-            raise errors.NoSuchCheckpoint(
-                f"expected a checkpoint of run {run!r} with tag {name!r}, found the tags {sorted(names)!r}"
-            )
-        removed = names[name]
-        return beside(state, [typed_rows.NameRow(name=name)])
-
-    ledger.append(run, decide)
-    return removed
-
-
-@contextmanager
-def keep_checkpoint(
-    ledger: Ledger, run: str, name: str, *, step: int | None = None, checkpoint_id: str | None = None
-) -> Iterator[typed_rows.CheckpointRow]:
-    """Keep a checkpoint, or the head, from the retention of its run, which may be training. Yield its row.
-
-    A process that is killed inside leaves the name, and so the checkpoint, until `name` is used again or removed.
-    Raises `NoSuchRun`, or `NoSuchCheckpoint` for one that does not exist or was retired or found damaged since then.
-    """
-    target = ledger.restorable(run, step, checkpoint_id=checkpoint_id).checkpoint_id
-    if names_of(ledger.rows(run, kinds=(typed_rows.NameRow,))).get(name, target) != target:
-        unname_checkpoint(ledger, run, name)  # of one that was killed
-    named = name_checkpoint(ledger, run, name, step=step, checkpoint_id=checkpoint_id)  # the head as it is now
-    try:
-        yield ledger.restorable(run, checkpoint_id=named)
-    finally:
-        with suppress(errors.NoSuchCheckpoint):  # an operator took it away
-            unname_checkpoint(ledger, run, name)
 
 
 def names_of(rows: Sequence[typed_rows.LedgerRow]) -> dict[str, str]:

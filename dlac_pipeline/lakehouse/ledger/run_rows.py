@@ -19,7 +19,7 @@ _RUNS_NAMED = 10
 """Runs that a message names, at the most."""
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _HOLDS = ("fork:", "export:")
-"""Beginnings of the names by which DLAC itself holds checkpoints (`commits.keep_checkpoint`)."""
+"""Beginnings of the names by which DLAC itself holds checkpoints (`extensions/kept_checkpoints/tags.py`)."""
 _NAME_CHARACTERS = 200
 
 

@@ -1,7 +1,7 @@
 """Expiry of snapshots of DLAC's own tables by the appends themselves, so that no commit grows slower.
 
 Each commit copies, writes and reads a table's whole metadata, and every retained snapshot is part of it. Snapshots of a branch
-or a tag stay. Expiry deletes no file: see dlac_pipeline/lakehouse/maintenance/orphans.py.
+or a tag stay. Expiry deletes no file: see dlac_pipeline/extensions/upkeep/orphans.py.
 """
 
 from collections.abc import Iterator

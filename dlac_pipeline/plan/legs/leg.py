@@ -210,7 +210,7 @@ class Leg:
                 "give the committed values again, start a new leg on purpose (--new-leg), or start a run under another name"
             )
 
-    def warnings(self, live_rows: int, world_size: int) -> list[str]:
+    def warnings(self, live_rows: int, readers: int) -> list[str]:
         """Return warnings on allowed settings that are surely not intended, or cost more than needed."""
         found = []
         if live_rows < self.batch_size and not self.following and not any(self.streamed):
@@ -219,10 +219,10 @@ class Leg:
                 f"the plan has {live_rows} live rows, fewer than the batch size {self.batch_size}: "
                 + ("the only batch has empty slots" if passes == 1 else "a batch repeats rows of the pass before")
             )
-        if self.key_groups % world_size:
+        if self.key_groups % readers:
             found.append(
-                f"{world_size} ranks do not divide the {self.key_groups} key groups: ranks share key groups, and decode their "
-                "blocks once each; choose a number of ranks that divides key_groups"
+                f"{readers} readers do not divide the {self.key_groups} key groups: readers share key groups, and decode their "
+                "blocks once each; choose a number of ranks whose readers divide key_groups"
             )
         return found
 

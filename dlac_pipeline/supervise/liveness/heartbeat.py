@@ -4,7 +4,7 @@ import json
 import os
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -143,6 +143,15 @@ def read_heartbeat(folder: Path, rank: int) -> RankHeartbeat | None:
 def read_heartbeats(folder: Path) -> list[RankHeartbeat]:
     """Return the last record of each rank that wrote one, in rank order. The number of ranks need not be known."""
     return [found for rank in ranks_with_progress(folder) if (found := read_heartbeat(folder, rank)) is not None]
+
+
+def rows_of_readers(heartbeats: Sequence[RankHeartbeat], *, world_size: int, per_reader: int) -> int:
+    """Return the rows of all readers in finished steps, by the heartbeats of some ranks. Readers have the same number of rows.
+
+    The first of `per_reader` ranks counts the rows of their share, and the others count none.
+    """
+    counted = [each.spent.rows for each in heartbeats if each.spent.rows or per_reader == 1]
+    return sum(counted) * (world_size // per_reader) // max(1, len(counted))
 
 
 def may_have_died_loading(launch_folder: str) -> bool:

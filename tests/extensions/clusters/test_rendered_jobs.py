@@ -10,10 +10,11 @@ import yaml
 
 from dlac_pipeline.extensions.clusters import kubernetes
 from dlac_pipeline.extensions.clusters.node_process import for_node
+from dlac_pipeline.extensions.clusters.packed_request import pack, unpack
 from dlac_pipeline.lakehouse.errors import BadInput, SpecInvalid
 from dlac_pipeline.launchers.protocol import launcher_for, render_job
 from dlac_pipeline.spec.job_spec import parse_spec
-from dlac_pipeline.spec.launch_request import Request, pack, unpack
+from dlac_pipeline.spec.launch_request import Request
 from tests.extensions.clusters.cluster import cluster_request
 
 pytestmark = pytest.mark.usefixtures("only_this_process")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from dlac_pipeline.extensions.clusters.packed_request import unpack
 from dlac_pipeline.launchers.protocol import render_job
-from dlac_pipeline.spec.launch_request import unpack
 from tests.extensions.clusters.cluster import cluster_request
 
 SLURM = {"cpu": 8, "gpu": 4, "memory_mb": 64_000, "time_limit_s": 93_784} | {

@@ -15,10 +15,12 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import dlac_pipeline as dlac
-from dlac_pipeline.audit.explain import EXPLAINED
 from dlac_pipeline.checkpoint.store import tiers_of
+from dlac_pipeline.extensions.branches.retire import retire_left
+from dlac_pipeline.extensions.branches.rewind import rewind_run
 from dlac_pipeline.extensions.deepspeed.deepspeed_state import DeepSpeedState
 from dlac_pipeline.extensions.erasure.certificate import differences, make_key
+from dlac_pipeline.extensions.erasure.explain import EXPLAINED
 from dlac_pipeline.extensions.erasure.passport import write_passport
 from dlac_pipeline.extensions.erasure.seen import who_has_seen
 from dlac_pipeline.extensions.exchange.export import export_tensors, export_weights
@@ -27,11 +29,9 @@ from dlac_pipeline.extensions.exchange.fork import adopt_checkpoint, fork_run
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import among, equals
 from dlac_pipeline.lakehouse.iceberg.pins import remove_pin
-from dlac_pipeline.lakehouse.ledger.branches import retire_left
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import ClaimRow
 from dlac_pipeline.memory_states.states import memory_folder, read_states
-from dlac_pipeline.operations.rewind import rewind_run
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.start.request import ClaimRequest

@@ -18,19 +18,22 @@ from pyiceberg.table import Table
 from dlac_pipeline import TorchState
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.checkpoint.store import folder_of
+from dlac_pipeline.extensions.branches.retire import retire_left
+from dlac_pipeline.extensions.branches.rewind import rewind_run
 from dlac_pipeline.extensions.erasure.certificate import certify, differences, is_signed, make_key
 from dlac_pipeline.extensions.erasure.execution import execute_forget
 from dlac_pipeline.extensions.erasure.forget import ForgetPlan, plan_forget
 from dlac_pipeline.extensions.erasure.seen import who_has_seen
 from dlac_pipeline.extensions.erasure.traces import erase_traces
+from dlac_pipeline.extensions.exchange.exported_files import record_exports
 from dlac_pipeline.extensions.exchange.fork import fork_run
+from dlac_pipeline.extensions.kept_checkpoints.tags import name_checkpoint
 from dlac_pipeline.lakehouse.errors import NoSuchColumn, NoSuchTable, SpecInvalid
-from dlac_pipeline.lakehouse.ledger.branches import exclusions_in_force, retire_left
-from dlac_pipeline.lakehouse.ledger.commits import name_checkpoint, names_of, record_exports
+from dlac_pipeline.lakehouse.ledger.branches import exclusions_in_force
+from dlac_pipeline.lakehouse.ledger.commits import names_of
 from dlac_pipeline.lakehouse.ledger.journal import Journal
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ExportRow, NameRow
-from dlac_pipeline.operations.rewind import rewind_run
 from dlac_pipeline.spec.job_spec import JobSpec
 from tests.conftest import Arena, Steps, source_rows
 from tests.fixtures import Command
@@ -38,13 +41,15 @@ from tests.fixtures import Command
 KILLED = """
 import os, signal, sys
 from pathlib import Path
+import dlac_pipeline as dlac
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.extensions.erasure import execution, traces
 from dlac_pipeline.spec.job_spec import read_spec
 
 spec = read_spec(Path(sys.argv[1]))
 module, function = sys.argv[2].split(".")
-setattr(globals()[module], function, lambda *args, **rest: os.kill(os.getpid(), signal.SIGKILL))
+owner = globals()[module]
+setattr(owner if hasattr(owner, function) else dlac, function, lambda *args, **rest: os.kill(os.getpid(), signal.SIGKILL))
 if module == "execution":
     execution.execute_forget(connect(spec.lakehouse), "src.t", [sys.argv[3]], lambda run: spec)
 else:

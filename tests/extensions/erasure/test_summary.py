@@ -8,9 +8,9 @@ import pytest
 
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.audit.lakehouse_sql import open_audit
+from dlac_pipeline.extensions.branches.rewind import rewind_run
 from dlac_pipeline.extensions.erasure.summary import training_content
 from dlac_pipeline.extensions.exchange.fork import fork_run
-from dlac_pipeline.operations.rewind import rewind_run
 from tests.conftest import Arena
 from tests.fixtures import Command
 from tests.integration.audit_runs import Workshop, trained

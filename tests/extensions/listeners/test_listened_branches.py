@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import yaml
 
+from dlac_pipeline.extensions.branches.rewind import rewind_run
 from dlac_pipeline.extensions.exchange.fork import fork_run
 from dlac_pipeline.extensions.listeners.events import AttemptStarted, ProgressMade
 from dlac_pipeline.extensions.listeners.settings import ListenersSpec
 from dlac_pipeline.lakehouse.ledger.branches import left_by_rewinds
 from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, CheckpointRow
-from dlac_pipeline.operations.rewind import rewind_run
 from dlac_pipeline.spec.job_spec import JobSpec
 from tests.conftest import Arena
 from tests.extensions.listeners.listening import Receiver, install_strangers, read_wandb_run, running_receiver, scrape

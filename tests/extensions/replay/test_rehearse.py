@@ -15,11 +15,11 @@ import pytest
 
 from dlac_pipeline.checkpoint.store import folder_of
 from dlac_pipeline.dagster.training_runs import model_key
+from dlac_pipeline.extensions.look.live_status import LiveStatus
 from dlac_pipeline.extensions.replay.rehearse import rehearse_run
 from dlac_pipeline.extensions.replay.replay import PREFIX
 from dlac_pipeline.lakehouse.errors import CheckpointDamaged, NothingToRehearse
 from dlac_pipeline.lakehouse.ledger.run_rows import claim_of
-from dlac_pipeline.operations.live_status import LiveStatus
 from dlac_pipeline.supervise.claims import spec_of_attempt
 from jobs.definitions import defs
 from tests.conftest import wait_until

@@ -14,11 +14,11 @@ import pytest
 
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.audit.lakehouse_sql import open_audit, rows_of
+from dlac_pipeline.extensions.look.run_state import run_status
 from dlac_pipeline.extensions.replay.spike import SpikeReport, explain_spike
 from dlac_pipeline.extensions.replay.step_rows import StepRows
 from dlac_pipeline.lakehouse.errors import LossSpiked, NothingToRehearse, ScriptInvalid, SpecInvalid
 from dlac_pipeline.lakehouse.ledger.typed_rows import Columns, QuarantinedRowsRow
-from dlac_pipeline.operations.status import run_status
 from dlac_pipeline.spec.job_spec import JobSpec
 from tests.conftest import Arena, source_rows
 from tests.fixtures import Command

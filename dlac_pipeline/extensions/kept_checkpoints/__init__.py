@@ -1,0 +1,1 @@
+"""Kept checkpoints of a run: their list, their tags, and the verification of their files."""

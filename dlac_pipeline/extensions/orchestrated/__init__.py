@@ -1,0 +1,1 @@
+"""A supervisor under an orchestrator, which reads its events and ends it."""

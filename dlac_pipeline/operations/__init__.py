@@ -1,1 +1,0 @@
-"""Commands of an operator: rewind, fork, adopt, status, and pending work."""

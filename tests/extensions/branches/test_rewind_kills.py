@@ -1,0 +1,88 @@
+"""Kills after a rewind, in its first steps and in its first commit, while a zombie of the old branch exists."""
+
+from __future__ import annotations
+
+import signal
+from typing import TYPE_CHECKING
+
+import pytest
+
+from dlac_pipeline.audit.audit import audit_run
+from dlac_pipeline.extensions.branches.rewind import rewind_run
+from dlac_pipeline.extensions.exchange.fork import fork_run
+from tests.faults.test_zombie import check_refused, freeze
+
+if TYPE_CHECKING:
+    from tests.conftest import Arena
+
+
+def recorded(arena: Arena, run: str, head: str | None = None) -> list[int]:
+    """Return the sorted row ids that the ledger names for a lineage."""
+    return sorted(row for rows in arena.recorded(run, head).values() for row in rows)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_kill_after_rewind(campaign: Arena, moment: str) -> None:
+    """The run stays on the new branch after a kill at any time. Both branches match the journal. The zombie never commits."""
+    run = f"rewound-{moment}"
+    spec = campaign.spec(run, pause_s=0.02, passes=1)
+    zombie = campaign.launch(spec)
+    zombie.wait_for("checkpoint", 3)
+    ranks = freeze(zombie)
+    left, old_losses = campaign.head(run), campaign.losses(run)
+    assert left is not None
+    done = rewind_run(campaign.lakehouse, run, nonce="op", step=10, exclude=["row_id >= 1000"])
+    assert done.left == left
+
+    early = campaign.launch(spec, takeover=True)
+    early.wait_for("training")
+    early.destroy()
+    assert campaign.head(run) == done.checkpoint_id
+
+    sabotaged = {"SABOTAGE": f"kill-{moment}-commit@20", "SABOTAGED_ATTEMPT": "4"}
+    late = campaign.launch(campaign.spec(run, "train_sabotaged.py", env=sabotaged, passes=1), takeover=True)
+    assert late.wait() == 0, late.stderr
+    first, second = late.of("attempt")
+    assert (first["attempt"], first["step"], second["step"]) == (4, 10, 20 if moment == "after" else 10)
+    before = campaign.rows(run)
+    zombie.signal_all(signal.SIGCONT)
+    check_refused(zombie, ranks)
+    assert campaign.rows(run) == before
+
+    assert campaign.losses(run)[:10] == old_losses[:10] == campaign.losses("reference")[:10]
+    old, new = campaign.journal(run, left), campaign.journal(run)
+    assert {step: rows for step, rows in old.items() if step <= 10} == {s: new[s] for s in range(1, 11)}
+    assert all(row < 1000 for step, rows in new.items() if step > 10 for row in rows)
+    for head, journal in ((left, old), (None, new)):
+        assert recorded(campaign, run, head) == sorted(row for rows in journal.values() for row in rows)
+        report = audit_run(campaign.lakehouse, run, head)
+        assert (report.exact, report.problems) == (True, ())
+
+
+@pytest.mark.soak
+def test_fork_of_two_ranks_trains_on_one(campaign: Arena) -> None:
+    """Two ranks saved the parent. The new run has one rank, and reads all rows of another table once."""
+    spec = campaign.spec("forked", world_size=1, passes=1, seed=8)
+    fork_run(campaign.lakehouse, spec, "reference", step=20)
+    assert campaign.lineage("forked")[0].world_size == 2
+    launch = campaign.launch(spec)
+    assert launch.wait() == 0, launch.stderr
+    assert launch.of("recovered") == []
+    journal = campaign.journal("forked")
+    assert sorted(row for rows in journal.values() for row in rows) == list(range(2000))
+    assert campaign.losses("forked")[0] < campaign.losses("reference")[0]
+    report = audit_run(campaign.lakehouse, "forked")
+    assert (report.exact, report.recoveries) == (True, 0)
+
+
+@pytest.mark.soak
+def test_sharded_fork_is_converted(campaign: Arena) -> None:
+    """ZeRO 1 shards of two ranks start a run of one rank."""
+    parent = campaign.spec("sharded", "train_deepspeed.py", passes=1, steps=10, stage="1")
+    assert campaign.launch(parent).wait() == 0
+    spec = campaign.spec("unsharded", "train_deepspeed.py", world_size=1, passes=1, steps=10, stage="1", seed=8)
+    fork_run(campaign.lakehouse, spec, "sharded")
+    launch = campaign.launch(spec)
+    assert launch.wait() == 0, launch.stderr
+    assert audit_run(campaign.lakehouse, "unsharded").exact

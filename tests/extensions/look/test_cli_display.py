@@ -1,0 +1,181 @@
+"""What commands show of real runs: in terminals of several widths, in a pipe, while a run starts, and when it is gone."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from dlac_pipeline.extensions.branches.appends import commit_rewind
+from dlac_pipeline.extensions.exchange.fork import fork_run
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.supervise.liveness.run_lock import run_lock
+from tests.conftest import wait_until
+from tests.forked import Forked
+from tests.integration.test_cli import DLAC
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.conftest import Arena
+    from tests.fixtures import Command
+
+LONG = "team-nlp.llama-continual-pretraining-2026-11-23-with-a-very-long-name"
+
+
+def some_runs(arena: Arena) -> None:
+    """A finished run, one that has no checkpoint yet, one that was rewound, and a fork with a long name."""
+    arena.table(appends=(300,))
+    settings: dict[str, Any] = {"world_size": 1, "passes": 1, "every_steps": 4}
+    arena.train(arena.spec("whole", **settings))
+    arena.train(arena.spec("young", **settings), until=2)
+    arena.train(arena.spec("back", **settings), until=9)
+    ledger = Ledger(arena.lakehouse)
+    target = ledger.restorable("back", 4).checkpoint_id
+    commit_rewind(ledger, "back", nonce="n", checkpoint_id=target)
+    fork_run(arena.lakehouse, arena.spec(LONG, **settings), "whole", step=4)
+
+
+def test_runs_are_listed_for_programs(arena: Arena, here: Command) -> None:
+    """One object for each run, the last active first; an empty ledger is an empty list, and a sentence for people."""
+    assert json.loads(here("runs", "--json", home=arena.home).stdout) == []
+    assert "no run yet" in here("runs", home=arena.home).stdout
+    some_runs(arena)
+    found = {each["run"]: each for each in json.loads(here("runs", "--json", home=arena.home).stdout)}
+    assert [found[run]["step"] for run in ("whole", "young", "back", LONG)] == [10, 0, 4, 0]
+    assert [found[run]["total_steps"] for run in ("whole", "young", "back")] == [10, None, 10]
+    assert [found[run]["attempts"] for run in ("whole", "back")] == [1, 2]
+    assert found["young"]["head_committed_at"] is None
+    arena.monkeypatch.delenv("DLAC_HOME")  # else a command finds the lakehouse without an option
+    for run in found:
+        status = json.loads(here("status", run, "--json", home=arena.home).stdout)
+        assert (status["launch"], status["step"]) == (found[run]["launch"], found[run]["step"])
+        assert status["next_command"] == f"{found[run]['next_command']} --home {arena.home}"
+
+
+def test_dead_launch_is_reported_at_once(arena: Arena, here: Command) -> None:
+    """While its lock is held a run trains; when the holder is gone it is dead in the same second, and what to type is shown."""
+    arena.table(appends=(300,))
+    spec = arena.spec("r", world_size=1, passes=1, every_steps=4)
+    arena.train(spec, until=9)
+    arena.monkeypatch.delenv("DLAC_HOME")  # else a command finds the lakehouse without an option
+    with run_lock(spec.checkpoint.local, "r", wait_s=0, takeover=False):
+        alive = here("status", "r", home=arena.home).stdout
+        assert f"training: attempt 1, process {os.getpid()}" in alive
+    dead = here("status", "r", home=arena.home).stdout
+    assert "dead: attempt 1 has no process on this node any more" in dead
+    assert f"dlac recover r --spec FILE --home {arena.home}" in dead
+
+
+def test_watch_waits_for_starting_run(arena: Arena) -> None:
+    """Neither the lakehouse nor the run need be there; Ctrl-C ends the watch without a word."""
+    home = arena.home.parent / "later"
+    command = [str(DLAC), "status", "r", "--watch", "--every-s", "0.1", "--home", str(home)]
+    log = arena.home / "watched.jsonl"
+
+    def looks() -> list[dict[str, Any]]:
+        lines = log.read_text().splitlines(keepends=True)
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    with log.open("wb") as stream:
+        watching = Forked(command, stdout=stream, stderr=subprocess.PIPE, start_new_session=True)
+    try:
+        wait_until(lambda: bool(looks()), what="a look at nothing")
+        assert (looks()[0]["state"], str(home) in looks()[0]["waits_for"]) == ("waiting", True)
+        later = type(arena)(home, arena.monkeypatch)
+        later.table(appends=(300,))
+        wait_until(
+            lambda: "in the ledger" in looks()[-1].get("waits_for", ""), what="a look at a lakehouse without the run"
+        )
+        later.train(later.spec("r", world_size=1, passes=1, every_steps=4), until=9)
+        wait_until(
+            lambda: (looks()[-1].get("step"), looks()[-1]["state"]) == (8, "dead"), what="a look at the run that ended"
+        )
+        os.kill(watching.pid, signal.SIGINT)
+        assert watching.communicate(timeout=60)[1] == b""
+        assert watching.returncode == 0
+    finally:
+        watching.kill()
+        watching.communicate()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind"),
+    [
+        (("checkpoint", "verify", "r", "--step", "7"), "NoSuchCheckpoint"),
+        (("checkpoint", "export", "r", "out.safetensors", "--step", "7"), "NoSuchCheckpoint"),
+        (("checkpoint", "tag", "r", "best", "--step", "7"), "NoSuchCheckpoint"),
+        (("checkpoint", "untag", "r", "best"), "NoSuchCheckpoint"),
+        (("rewind", "r", "--to-step", "7"), "NoSuchCheckpoint"),
+        (("rewind", "r", "--checkpoint", "none"), "NoSuchCheckpoint"),
+        (("audit", "r", "--checkpoint", "7"), "NoSuchCheckpoint"),
+        (("recover", "r"), "NoSuchJobSpec"),
+        (("checkpoint", "verify", "nope"), "NoSuchRun"),
+        (("checkpoint", "export", "nope", "out.safetensors"), "NoSuchRun"),
+        (("checkpoint", "tag", "nope", "best"), "NoSuchRun"),
+        (("checkpoint", "untag", "nope", "best"), "NoSuchRun"),
+        (("rewind", "nope", "--to-step", "7"), "NoSuchRun"),
+        (("checkpoint", "retire", "nope"), "NoSuchRun"),
+        (("incidents", "nope"), "NoSuchRun"),
+        (("checkpoint", "list", "nope"), "NoSuchRun"),
+    ],
+)
+def test_what_is_missing_is_named(runs_of_one: Arena, here: Command, arguments: tuple[str, ...], kind: str) -> None:
+    """A run, a checkpoint of a run, and its job spec are three things; each has its error."""
+    more = ("--spec", str(runs_of_one.home / "r.yaml")) if "export" in arguments and kind == "NoSuchCheckpoint" else ()
+    done = here(*arguments, *more, home=runs_of_one.home)
+    assert done.returncode == 64
+    assert f"error: {kind}: expected " in done.stderr
+
+
+@pytest.fixture(scope="module")
+def runs_of_one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
+    """A lakehouse with one run, which has checkpoints at steps 4 and 8."""
+    from tests.conftest import Arena as Made
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        arena = Made(tmp_path_factory.mktemp("one"), monkeypatch)
+        arena.table(appends=(300,))
+        arena.train(arena.spec("r", world_size=1, passes=1, every_steps=4), until=9)
+        yield arena
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["status", "r"],
+        *(pytest.param(each, marks=pytest.mark.soak) for each in (["runs"], ["status", "r", "--json"])),
+    ],
+)
+def test_looking_imports_no_training_library(runs_of_one: Arena, arguments: list[str]) -> None:
+    """A command that only looks starts without what trains, and what draws. Only the goodput of a status needs SQL."""
+    left = {
+        "torch",
+        "deepspeed",
+        "duckdb",
+        "transformers",
+        "pandas",
+        "dagster",
+        "matplotlib",
+        "tokenizers",
+        "kubernetes",
+    }
+    if "status" in arguments:
+        left.remove("duckdb")
+    if "--help" in arguments:
+        left |= {"pyiceberg", "pyarrow", "sqlalchemy", "numpy", "psutil", "requests"}
+    code = (
+        "import sys\nfrom dlac_pipeline.cli import main\n"
+        f"sys.argv = ['dlac', *{arguments!r}]\n"
+        "try:\n    main.main()\nexcept SystemExit as ended:\n    assert not ended.code, ended\n"
+        f"print('imported', sorted({left!r} & set(sys.modules)))"
+    )
+    environment = {**os.environ, "DLAC_HOME": str(runs_of_one.home)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.splitlines()[-1] == "imported []"
