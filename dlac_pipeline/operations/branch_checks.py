@@ -11,9 +11,9 @@ from pyiceberg.table import Table
 from dlac_pipeline.audit.lakehouse_sql import open_audit, rows_of, sql_script
 from dlac_pipeline.checkpoint.manifest import read_manifest, verify_files
 from dlac_pipeline.checkpoint.store import folder_uri
+from dlac_pipeline.extensions.history.changes import OnOverwrite, changes
 from dlac_pipeline.lakehouse.errors import DlacError, EmptyPlan, SpecInvalid
 from dlac_pipeline.lakehouse.filters.grammar import filter_names
-from dlac_pipeline.lakehouse.history.changes import OnOverwrite, changes
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.iceberg.row_groups import FilesToRead, parse_exclusion, row_groups_of
 from dlac_pipeline.lakehouse.iceberg.snapshots import snapshot_of

@@ -16,8 +16,8 @@ from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 from pyiceberg.types import NestedField, UUIDType
 
+from dlac_pipeline.extensions.history.row_matching import Keys, identity_keys, key_columns, spilling_duckdb
 from dlac_pipeline.lakehouse.errors import DataFileUnreadable, SpecInvalid
-from dlac_pipeline.lakehouse.history.row_matching import Keys, identity_keys, key_columns, spilling_duckdb
 from dlac_pipeline.lakehouse.iceberg.columns import READ_BY_NAME, arrow_type, expect
 from dlac_pipeline.lakehouse.iceberg.connect import NO_KEY, Lakehouse, among
 from dlac_pipeline.lakehouse.iceberg.data_files import live_files

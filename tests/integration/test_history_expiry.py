@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from dlac_pipeline.extensions.history.changes import changes
 from dlac_pipeline.lakehouse.errors import AppendHistoryLost, NoSuchSnapshot
-from dlac_pipeline.lakehouse.history.changes import changes
 from tests.integration.history_lake import Lake
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from dlac_pipeline.audit.losses import bits_of
 from dlac_pipeline.checkpoint.spikes import LossWindow, Spike, count_to_blame, find_spikes, finite_or_inf
+from dlac_pipeline.extensions.history.row_matching import identity_keys
 from dlac_pipeline.extensions.replay.named_rows import filter_of_rows
 from dlac_pipeline.extensions.replay.step_replay import ReplayStart, replay_steps
 from dlac_pipeline.lakehouse.errors import NothingToRehearse, ScriptInvalid, SpecInvalid
-from dlac_pipeline.lakehouse.history.row_matching import identity_keys
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.iceberg.row_groups import parse_exclusion
 from dlac_pipeline.lakehouse.ledger.branches import exclusions_in_force

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
+from dlac_pipeline.extensions.history.changes import History, changes
 from dlac_pipeline.lakehouse.errors import EmptyPlan, ResumeMismatch
-from dlac_pipeline.lakehouse.history.changes import History, changes
 from dlac_pipeline.lakehouse.iceberg.pins import hold
 from dlac_pipeline.lakehouse.iceberg.row_groups import FilesToRead, row_groups_of
 from dlac_pipeline.lakehouse.iceberg.snapshots import schema_id_of, snapshot_of

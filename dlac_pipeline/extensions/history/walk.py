@@ -12,9 +12,9 @@ from typing import Literal
 
 import numpy as np
 
+from dlac_pipeline.extensions.history.row_matching import Keys, match
+from dlac_pipeline.extensions.history.steps import Place, Step, TableRows
 from dlac_pipeline.lakehouse.errors import AppendHistoryLost
-from dlac_pipeline.lakehouse.history.row_matching import Keys, match
-from dlac_pipeline.lakehouse.history.steps import Place, Step, TableRows
 from dlac_pipeline.lakehouse.iceberg.snapshots import table_name
 
 OnOverwrite = Literal["stop", "read", "ignore"]
