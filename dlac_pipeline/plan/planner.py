@@ -14,7 +14,6 @@ from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 from pyiceberg.table.snapshots import Snapshot
 
-from dlac_pipeline.extensions.history.row_matching import identity_keys
 from dlac_pipeline.lakehouse.errors import EmptyPlan, NoSuchColumn, SpecInvalid
 from dlac_pipeline.lakehouse.filters.grammar import parse_filter
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
@@ -24,7 +23,7 @@ from dlac_pipeline.lakehouse.iceberg.snapshots import schema_id_of, snapshot_of
 from dlac_pipeline.lakehouse.iceberg.sources import check_data_files, load_version, name_outside
 from dlac_pipeline.lakehouse.ledger.plans import WORK_UNITS_ARROW, PlanRow, find_plan, read_units, write_plan
 from dlac_pipeline.plan.plan import Plan, unit_table
-from dlac_pipeline.plan.row_keys import row_keys_of, write_row_keys
+from dlac_pipeline.plan.row_keys import identity_keys, row_keys_of, write_row_keys
 from dlac_pipeline.plan.units import Ints
 from dlac_pipeline.rows.columns import check_names, kinds_of
 from dlac_pipeline.rows.transform import ROW, load_transform

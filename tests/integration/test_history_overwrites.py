@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from pyiceberg.table.snapshots import Operation
 
-from dlac_pipeline.extensions.history.changes import OnOverwrite
 from dlac_pipeline.lakehouse.errors import AppendHistoryLost
+from dlac_pipeline.plan.legs.changes import OnOverwrite
 from tests.integration.history_lake import Keyed, Lake, read_from, rows_of
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 from dlac_pipeline.audit.losses import bits_of
 from dlac_pipeline.checkpoint.spikes import LossWindow, Spike, count_to_blame, find_spikes, finite_or_inf
-from dlac_pipeline.extensions.history.row_matching import identity_keys
 from dlac_pipeline.extensions.replay.named_rows import filter_of_rows
 from dlac_pipeline.extensions.replay.step_replay import ReplayStart, replay_steps
 from dlac_pipeline.lakehouse.errors import NothingToRehearse, ScriptInvalid, SpecInvalid
@@ -20,6 +19,7 @@ from dlac_pipeline.lakehouse.iceberg.row_groups import parse_exclusion
 from dlac_pipeline.lakehouse.ledger.branches import exclusions_in_force
 from dlac_pipeline.lakehouse.ledger.run_rows import out_of
 from dlac_pipeline.plan.legs.committed_leg import leg_of
+from dlac_pipeline.plan.row_keys import identity_keys
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.steps.committed_steps import CommittedStep, CommittedSteps
 from dlac_pipeline.supervise.steps.step_rows import StepRow, StepRows
