@@ -29,7 +29,6 @@ from dlac_pipeline.rows.columns import check_names, kinds_of
 from dlac_pipeline.rows.transform import ROW, load_transform
 from dlac_pipeline.spec.job_spec import SourceSpec
 
-"""Properties of an Iceberg table that name other folders for its data files."""
 _FACTS = ("source_table", "table_uuid", "snapshot_id", "tag", "schema_id", "row_filter", "columns", "exclude")
 """Fields of a plan's row that do not depend on its units."""
 
