@@ -12,8 +12,8 @@ from dlac_pipeline.lakehouse.errors import AppendHistoryLost, BadInput
 from dlac_pipeline.plan.legs.changes import HISTORIES, Changes, history_of
 from dlac_pipeline.spec.job_spec import parse_spec
 from tests.contract.runs import Run
+from tests.extensions.history.history_lake import Lake, read, rows_of
 from tests.installed import install_distribution
-from tests.integration.history_lake import Lake, read, rows_of
 
 _GROWING = '''
 """A history of tables whose data files stay as they are once they are written."""

@@ -6,7 +6,7 @@ import pytest
 
 from dlac_pipeline.extensions.history.changes import changes
 from dlac_pipeline.lakehouse.errors import AppendHistoryLost, NoSuchSnapshot
-from tests.integration.history_lake import Lake
+from tests.extensions.history.history_lake import Lake
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from dlac_pipeline.extensions.history.changes import History
 from dlac_pipeline.extensions.history.steps import TableRows
 from dlac_pipeline.lakehouse.errors import AppendHistoryLost
-from tests.integration.history_lake import Keyed, Lake, read, rows_of
+from tests.extensions.history.history_lake import Keyed, Lake, read, rows_of
 
 Change = tuple[str, int, int]
 CHANGES = st.lists(

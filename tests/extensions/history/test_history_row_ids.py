@@ -12,7 +12,7 @@ from pyiceberg.types import LongType, NestedField
 
 from dlac_pipeline.extensions.history.changes import History, changes
 from dlac_pipeline.lakehouse.errors import AppendHistoryLost
-from tests.integration.history_lake import new_keys, read_from
+from tests.extensions.history.history_lake import new_keys, read_from
 from tests.integration.iceberg_writer import IO, HandTable
 
 K = NestedField(1, "k", LongType(), required=False)
