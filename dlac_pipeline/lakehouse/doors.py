@@ -51,7 +51,9 @@ class Door:
         known = sorted({*others, *self.points()})
         close = get_close_matches(name, known, n=1)
         meant = f"did you mean {close[0]!r}? Installed are" if close else "installed are"
-        raise BadInput(f"expected an installed {self.noun} in {setting}, found {name!r}: {meant} {', '.join(known)}")
+        raise BadInput(
+            f"expected an installed {self.noun} in {setting}, found {name!r}: {meant} {', '.join(known) or 'none'}"
+        )
 
     def load(self, name: str, *, setting: str, others: tuple[str, ...] = ()) -> Any:
         """Import the entry of a name that `setting` has, and return it.

@@ -16,7 +16,6 @@ from pyiceberg.table.snapshots import Snapshot
 
 from dlac_pipeline.lakehouse.errors import EmptyPlan, NoSuchColumn, SpecInvalid
 from dlac_pipeline.lakehouse.filters.grammar import parse_filter
-from dlac_pipeline.lakehouse.history.row_matching import identity_keys
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.iceberg.pins import hold
 from dlac_pipeline.lakehouse.iceberg.row_groups import FilesToRead, RowGroup, row_groups_of
@@ -24,13 +23,12 @@ from dlac_pipeline.lakehouse.iceberg.snapshots import schema_id_of, snapshot_of
 from dlac_pipeline.lakehouse.iceberg.sources import check_data_files, load_version, name_outside
 from dlac_pipeline.lakehouse.ledger.plans import WORK_UNITS_ARROW, PlanRow, find_plan, read_units, write_plan
 from dlac_pipeline.plan.plan import Plan, unit_table
-from dlac_pipeline.plan.row_keys import row_keys_of, write_row_keys
+from dlac_pipeline.plan.row_keys import identity_keys, row_keys_of, write_row_keys
 from dlac_pipeline.plan.units import Ints
 from dlac_pipeline.rows.columns import check_names, kinds_of
 from dlac_pipeline.rows.transform import ROW, load_transform
 from dlac_pipeline.spec.job_spec import SourceSpec
 
-"""Properties of an Iceberg table that name other folders for its data files."""
 _FACTS = ("source_table", "table_uuid", "snapshot_id", "tag", "schema_id", "row_filter", "columns", "exclude")
 """Fields of a plan's row that do not depend on its units."""
 

@@ -5,29 +5,92 @@ In: data files of a table. Out: rows of the own table `row_keys`, sorted by key.
 
 import json
 import logging
-from collections.abc import Iterable, Sequence
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyiceberg.io.pyarrow import _dataframe_to_data_files, schema_to_pyarrow
 from pyiceberg.schema import Schema
 from pyiceberg.table import Table
-from pyiceberg.types import NestedField, UUIDType
+from pyiceberg.types import LongType, NestedField, PrimitiveType, UUIDType
 
-from dlac_pipeline.lakehouse.errors import DataFileUnreadable, SpecInvalid
-from dlac_pipeline.lakehouse.history.row_matching import Keys, identity_keys, key_columns, spilling_duckdb
-from dlac_pipeline.lakehouse.iceberg.columns import READ_BY_NAME, arrow_type, expect
+from dlac_pipeline.lakehouse.errors import DataFileUnreadable, NoSuchColumn, SpecInvalid
+from dlac_pipeline.lakehouse.files.open_file import open_file
+from dlac_pipeline.lakehouse.iceberg.columns import READ_BY_NAME, FileColumns, arrow_type, expect, name_mapping_of
 from dlac_pipeline.lakehouse.iceberg.connect import NO_KEY, Lakehouse, among
-from dlac_pipeline.lakehouse.iceberg.data_files import live_files
+from dlac_pipeline.lakehouse.iceberg.data_files import ROW_ID_FIELD_ID, LiveFile, live_files
 from dlac_pipeline.lakehouse.ledger.schemas import ROW_KEYS
 from dlac_pipeline.lakehouse.maintenance.expiry import committing
 from dlac_pipeline.lakehouse.retrying import retrying
+from dlac_pipeline.plan.units import Ints
 from dlac_pipeline.spec.job_spec import SourceSpec
 
+if TYPE_CHECKING:
+    from duckdb import DuckDBPyConnection  # whose import costs each launch time, and its end a page of warnings
+
+ROW_ID = NestedField(ROW_ID_FIELD_ID, "_row_id", LongType(), required=False)
+"""The reserved field in which a rewritten file of format v3 keeps its rows' ids."""
 _ARROW = schema_to_pyarrow(ROW_KEYS, include_field_ids=False)
 _FILE_BATCHES = 16  # of 122,880 rows: about 24 MB, which upkeep does not merge
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Keys of rows: the identity columns of `schema`, or v3 row ids where `columns` is empty."""
+
+    schema: Schema
+    columns: tuple[str, ...] = ()
+
+    @property
+    def read(self) -> tuple[Schema, tuple[str, ...]]:
+        """The schema and the columns in it that are read of each file."""
+        return (self.schema, self.columns) if self.columns else (Schema(ROW_ID), (ROW_ID.name,))
+
+
+def identity_keys(schema: Schema, columns: Sequence[str], *, setting: str = "identity_columns") -> Keys:
+    """Keys of the declared identity columns. Raises `NoSuchColumn`, or `SpecInvalid` if one is not of a primitive type."""
+    for name in columns:
+        found = next((one for one in schema.fields if one.name == name), None)
+        if found is None:
+            raise NoSuchColumn.of(setting, name, [one.name for one in schema.fields])
+        if not isinstance(found.field_type, PrimitiveType):
+            raise SpecInvalid(
+                f"expected identity column {name!r} to be of a primitive type, found {found.field_type}: name another"
+            )
+    return Keys(schema, tuple(columns))
+
+
+def key_columns(table: Table, file: LiveFile, keys: Keys) -> Iterator[tuple[Ints, list[Any]]]:
+    """Yield the keys of all rows of a data file in batches: the positions of the rows, and the columns of their keys."""
+    wanted, names = keys.read
+    with table.io.new_input(file.path).open() as stream:
+        opened = open_file(file.path, stream, wanted.fields)
+        columns = FileColumns.of(opened.footer.schema, wanted, names, name_mapping_of(table), file.partition_values)
+        first = 0
+        for unit, rows in enumerate(opened.footer.rows):
+            at = np.arange(first, first + rows)
+            found = columns.align(opened.read(unit, columns.in_file), rows).columns
+            if not keys.columns and file.first_row_id is not None:  # an id that is not written is that of the place
+                found = [pc.coalesce(found[0], pa.array(file.first_row_id + at))]
+            yield at, found
+            first += rows
+
+
+@contextmanager
+def spilling_duckdb(memory_bytes: int = 1 << 30) -> Iterator["DuckDBPyConnection"]:
+    """Yield a connection in memory that puts in a temporary folder what exceeds `memory_bytes`."""
+    import duckdb
+
+    with tempfile.TemporaryDirectory(prefix="dlac-match-") as folder:
+        config = {"memory_limit": f"{memory_bytes >> 20}MB", "temp_directory": folder, "threads": "2"}
+        with duckdb.connect(config={**config, "preserve_insertion_order": "false"}) as connection:
+            yield connection
 
 
 def row_keys_of(table: Table, schema: Schema, source: SourceSpec) -> Keys:

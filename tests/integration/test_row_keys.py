@@ -26,7 +26,7 @@ from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.plan import row_keys
 from dlac_pipeline.plan.planner import make_plan
 from dlac_pipeline.spec.job_spec import SourceSpec
-from tests.integration.test_history_row_ids import RewrittenTable
+from tests.extensions.history.test_history_row_ids import RewrittenTable
 
 if TYPE_CHECKING:
     from tests.conftest import Arena

@@ -12,13 +12,13 @@ from dlac_pipeline.checkpoint.manifest import read_manifest, verify_files
 from dlac_pipeline.checkpoint.store import folder_uri
 from dlac_pipeline.lakehouse.errors import DlacError, EmptyPlan, SpecInvalid
 from dlac_pipeline.lakehouse.filters.grammar import filter_names
-from dlac_pipeline.lakehouse.history.changes import OnOverwrite, changes
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.iceberg.row_groups import parse_exclusion, row_groups_of
 from dlac_pipeline.lakehouse.iceberg.snapshots import snapshot_of
 from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, lineage_of, restorable_rows
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, Exclusion, LedgerRow
 from dlac_pipeline.lakehouse.store_files import StoreFiles
+from dlac_pipeline.plan.legs.changes import OnOverwrite, history_of
 from dlac_pipeline.plan.legs.leg import Leg, LegSource
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec
@@ -38,14 +38,16 @@ def check_branch(plans: Plans, leg: Leg, wanted: Sequence[Exclusion], spec: JobS
         EmptyPlan: the expressions leave no row of a source that is read in several passes.
     """
     for index, (mine, table) in enumerate(zip(leg.sources, _tables_of(plans.lakehouse, leg, spec), strict=True)):
+        name = (leg if spec is None else spec).sources[index].table
         for plan_id in mine.start.plan_ids:
-            plans.check(plan_id, table=(leg if spec is None else spec).sources[index].table)
+            plans.check(plan_id, table=name)
         if mine.follow == "appends":
             until, columns = snapshot_of(table, None).snapshot_id, mine.identity_columns
             # Without a spec, an overwrite counts as new rows.
             on_overwrite: OnOverwrite = "read" if spec is None else spec.sources[index].on_overwrite
             if until != mine.snapshot_id:
-                changes(table, mine.snapshot_id, until, on_overwrite=on_overwrite, identity_columns=columns).check()
+                history = history_of(name)
+                history(table, mine.snapshot_id, until, on_overwrite=on_overwrite, identity_columns=columns).check()
         where = [each.where for each in wanted if each.source == index]
         for each in where:
             schema = table.schemas()[mine.schema_id]

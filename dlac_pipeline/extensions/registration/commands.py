@@ -118,22 +118,29 @@ def register(
     """
     from dlac_pipeline.extensions.registration.register import preview
     from dlac_pipeline.extensions.registration.register import register as register_files
-    from dlac_pipeline.lakehouse.iceberg.connect import has_catalog
 
     config = ui.config_of(home) if spec is None else ui.resolved(spec, home).lakehouse
-    if dry_run and not has_catalog(config):
+    if dry_run and not _has_catalog(config):
         done = preview(config, table, location)
     else:
         done = register_files(_lakehouse_for_files(config, table, location), table, location, dry_run=dry_run)
     ui.show_facts(asdict(done), as_json=as_json)
 
 
+def _has_catalog(config: "LakehouseConfig") -> bool:
+    """Return False for an SQLite catalog whose file does not exist."""
+    from dlac_pipeline.lakehouse.config import sqlite_file
+
+    file = sqlite_file(config.uri)
+    return file is None or file.exists()
+
+
 def _lakehouse_for_files(config: "LakehouseConfig", table: str, location: str) -> "Lakehouse":
     """Return the lakehouse in which Parquet files at a location become a table. Files that cannot be one make none."""
     from dlac_pipeline.extensions.registration.register import preview
-    from dlac_pipeline.lakehouse.iceberg.connect import connect, has_catalog
+    from dlac_pipeline.lakehouse.iceberg.connect import connect
 
-    if not has_catalog(config):
+    if not _has_catalog(config):
         preview(config, table, location)
     return connect(config)
 

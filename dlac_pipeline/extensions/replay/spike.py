@@ -16,12 +16,12 @@ from dlac_pipeline.extensions.replay.replay import bits_of
 from dlac_pipeline.extensions.replay.step_replay import ReplayStart, replay_steps
 from dlac_pipeline.extensions.replay.step_rows import StepRow, StepRows
 from dlac_pipeline.lakehouse.errors import NothingToRehearse, ScriptInvalid, SpecInvalid
-from dlac_pipeline.lakehouse.history.row_matching import identity_keys
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.iceberg.row_groups import parse_exclusion
 from dlac_pipeline.lakehouse.ledger.branches import exclusions_in_force
 from dlac_pipeline.lakehouse.ledger.run_rows import out_of
 from dlac_pipeline.plan.legs.committed_leg import leg_of
+from dlac_pipeline.plan.row_keys import identity_keys
 from dlac_pipeline.spec.job_spec import JobSpec
 
 _OF_OTHERS = "a rewind excludes rows of one source: exclude those of the others in the job spec of a fork"

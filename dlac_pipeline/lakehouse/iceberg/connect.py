@@ -367,12 +367,6 @@ def connect(
     return lakehouse
 
 
-def has_catalog(config: LakehouseConfig) -> bool:
-    """Return False for an SQLite catalog whose file does not exist."""
-    file = sqlite_file(config.uri)
-    return file is None or file.exists()
-
-
 def check_tables_may_exist(config: LakehouseConfig, tables: Sequence[str]) -> None:
     """Raise `NoSuchTable` for tables of a catalog whose file does not exist, or as `connect` if its folder cannot be made."""
     file = sqlite_file(config.uri)

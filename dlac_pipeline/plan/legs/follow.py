@@ -6,16 +6,17 @@ as never dealt, so that later passes level the key groups.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 
 import numpy as np
 
 from dlac_pipeline.lakehouse.errors import EmptyPlan, ResumeMismatch
-from dlac_pipeline.lakehouse.history.changes import History, changes
 from dlac_pipeline.lakehouse.iceberg.pins import hold
 from dlac_pipeline.lakehouse.iceberg.row_groups import FilesToRead, row_groups_of
 from dlac_pipeline.lakehouse.iceberg.snapshots import schema_id_of, snapshot_of
 from dlac_pipeline.lakehouse.iceberg.sources import load_version
 from dlac_pipeline.plan.cut import CutSettings
+from dlac_pipeline.plan.legs.changes import Changes, history_of
 from dlac_pipeline.plan.legs.leg import Leg, LegSource, QuarantinedUnit, Unreadable, describe_differences
 from dlac_pipeline.plan.order import ReaderState
 from dlac_pipeline.plan.plan import Plan, Plans
@@ -96,7 +97,7 @@ class _SourceTransition:
         self._table = self._lakehouse.load(source.table)
         self._checked: dict[str, Plan] = {}
         """Plans whose table and pin were checked in this transition."""
-        self._histories: dict[tuple[int, int], History] = {}
+        self._changes = cache(self._read_changes)
         self.is_emptied = False
         """True if new exclusions leave no row of the source, read already or not."""
 
@@ -153,7 +154,7 @@ class _SourceTransition:
         start = after.start
         if self._mine.follow == "appends":
             hold(self._lakehouse, self._source.table, until, self._source.pin)  # the next history is counted from there
-            plans = self._appended(self._history(self._mine.snapshot_id, until))
+            plans = self._appended(self._changes(self._mine.snapshot_id, until))
             start = replace(start, upcoming=(*start.upcoming, *((plan.row.plan_id, 1) for plan in plans)))
         else:
             source = self._source.model_copy(update={"version": until})
@@ -167,10 +168,10 @@ class _SourceTransition:
             start=start,
         )
 
-    def _appended(self, history: History) -> list[Plan]:
+    def _appended(self, changes: Changes) -> list[Plan]:
         plans = []
-        for portion in history.portions:
-            old = {path: history.old_rows(portion.snapshot_id, path) for path in portion.files}
+        for portion in changes.portions:
+            old = {path: changes.old_rows(portion.snapshot_id, path) for path in portion.files}
             try:
                 plan = make_plan(
                     self._lakehouse,
@@ -226,8 +227,8 @@ class _SourceTransition:
         """Return the rows of a plan that are not live in `until` any more. Files where that is unknown are left out."""
         if until == self._mine.snapshot_id:
             return {}
-        history = self._history(plan.row.snapshot_id, until)
-        gone = {path: history.gone(path) for path in plan.units.file_paths}
+        changes = self._changes(plan.row.snapshot_id, until)
+        gone = {path: changes.gone(path) for path in plan.units.file_paths}
         return _by_unit(plan, {path: rows for path, rows in gone.items() if rows is not None and len(rows)})
 
     def _newly_excluded(self, plan: Plan) -> Dead:
@@ -245,16 +246,10 @@ class _SourceTransition:
         dead = {(group.file_path, group.row_group): group.dead for group in groups}
         return {unit: dead[place] for unit, place in enumerate(plan.units.places()) if place in dead}
 
-    def _history(self, since: int, until: int) -> History:
-        if (since, until) not in self._histories:
-            self._histories[since, until] = changes(
-                self._table,
-                since,
-                until,
-                on_overwrite=self._source.on_overwrite,
-                identity_columns=self._source.identity_columns,
-            )
-        return self._histories[since, until]
+    def _read_changes(self, since: int, until: int) -> Changes:
+        on_overwrite, columns = self._source.on_overwrite, self._source.identity_columns
+        history = history_of(self._source.table)
+        return history(self._table, since, until, on_overwrite=on_overwrite, identity_columns=columns)
 
     def _order(self, start: SourceStart) -> SourceOrder:
         units = {plan_id: self._plan(plan_id).units for plan_id in start.plan_ids}

@@ -11,9 +11,9 @@ from deltalake import DeltaTable, write_deltalake
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.dagster.sensors.pending_work import due
 from dlac_pipeline.extensions.dataset import open_dataset
+from dlac_pipeline.extensions.history.changes import History, changes
 from dlac_pipeline.extensions.upkeep.upkeep import run_upkeep
 from dlac_pipeline.lakehouse.errors import AppendHistoryLost, PinLost, TableReplaced
-from dlac_pipeline.lakehouse.history.changes import History, changes
 from dlac_pipeline.lakehouse.iceberg.pins import remove_pin
 from dlac_pipeline.lakehouse.iceberg.sources import load_version
 from dlac_pipeline.lakehouse.source_names import external_identifier

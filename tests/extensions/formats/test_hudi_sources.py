@@ -11,8 +11,8 @@ from hudi import HudiReadOptions, HudiTableBuilder
 
 from dlac_pipeline.extensions.dataset import open_dataset
 from dlac_pipeline.extensions.formats.hudi import HudiSource
+from dlac_pipeline.extensions.history.changes import changes
 from dlac_pipeline.lakehouse.errors import AppendHistoryLost, UnsupportedSnapshot
-from dlac_pipeline.lakehouse.history.changes import changes
 from dlac_pipeline.lakehouse.iceberg.sources import load_version
 from dlac_pipeline.lakehouse.source_names import external_identifier
 from tests.conftest import Arena

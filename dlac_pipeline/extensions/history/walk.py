@@ -8,25 +8,17 @@ and planned rows are followed until one is deleted from its new place.
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 
+from dlac_pipeline.extensions.history.row_matching import match
+from dlac_pipeline.extensions.history.steps import Place, Step, TableRows
 from dlac_pipeline.lakehouse.errors import AppendHistoryLost
-from dlac_pipeline.lakehouse.history.row_matching import Keys, match
-from dlac_pipeline.lakehouse.history.steps import Place, Step, TableRows
 from dlac_pipeline.lakehouse.iceberg.snapshots import table_name
+from dlac_pipeline.plan.legs.changes import OnOverwrite, Portion
+from dlac_pipeline.plan.row_keys import Keys
 
-OnOverwrite = Literal["stop", "read", "ignore"]
 _NOTHING: frozenset[str] = frozenset()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Portion:
-    """Files with rows that came since, to be read as they are in one snapshot, but for those in `History.old_rows`."""
-
-    snapshot_id: int
-    files: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)

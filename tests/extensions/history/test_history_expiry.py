@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from dlac_pipeline.extensions.history.changes import changes
 from dlac_pipeline.lakehouse.errors import AppendHistoryLost, NoSuchSnapshot
-from dlac_pipeline.lakehouse.history.changes import changes
-from tests.integration.history_lake import Lake
+from tests.extensions.history.history_lake import Lake
 
 
 @pytest.fixture

@@ -13,15 +13,15 @@ from typing import Literal
 import numpy as np
 from pyiceberg.table import Table
 
+from dlac_pipeline.extensions.history.row_matching import Mask, match
+from dlac_pipeline.extensions.history.steps import Place, Step, TableRows, steps_between
+from dlac_pipeline.extensions.history.walk import Found, Walk
 from dlac_pipeline.lakehouse.errors import AppendHistoryLost
-from dlac_pipeline.lakehouse.history.row_matching import Keys, Mask, identity_keys, match
-from dlac_pipeline.lakehouse.history.steps import Place, Step, TableRows, steps_between
-from dlac_pipeline.lakehouse.history.walk import Found, OnOverwrite, Portion, Walk
 from dlac_pipeline.lakehouse.iceberg.data_files import snapshot_schema
 from dlac_pipeline.lakehouse.iceberg.deletes import NO_ROWS, Ints
 from dlac_pipeline.lakehouse.iceberg.snapshots import snapshot_of, table_name
-
-__all__ = ["History", "OnOverwrite", "Portion", "changes"]
+from dlac_pipeline.plan.legs.changes import OnOverwrite, Portion
+from dlac_pipeline.plan.row_keys import Keys, identity_keys
 
 
 def changes(

@@ -4,7 +4,6 @@ In: data files, each with its chosen rows. Out: one mask per file. Only the key 
 bytes of digest per row and spills to disk past its memory limit. A mask is one byte per row.
 """
 
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,23 +13,18 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-from pyiceberg.schema import Schema
 from pyiceberg.table import Table
-from pyiceberg.types import LongType, NestedField, PrimitiveType
 
-from dlac_pipeline.lakehouse.errors import AppendHistoryLost, DataFileUnreadable, DlacError, NoSuchColumn, SpecInvalid
-from dlac_pipeline.lakehouse.files.open_file import open_file
-from dlac_pipeline.lakehouse.iceberg.columns import FileColumns, arrow_type, name_mapping_of
-from dlac_pipeline.lakehouse.iceberg.data_files import ROW_ID_FIELD_ID, LiveFile
+from dlac_pipeline.lakehouse.errors import AppendHistoryLost, DataFileUnreadable, DlacError, SpecInvalid
+from dlac_pipeline.lakehouse.iceberg.columns import arrow_type
+from dlac_pipeline.lakehouse.iceberg.data_files import LiveFile
+from dlac_pipeline.plan.row_keys import Keys, key_columns, spilling_duckdb
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection  # whose import costs each launch time, and its end a page of warnings
 
 Mask = npt.NDArray[np.bool_]
-ROW_ID = NestedField(ROW_ID_FIELD_ID, "_row_id", LongType(), required=False)
-"""The reserved field in which a rewritten file of format v3 keeps its rows' ids."""
 _BATCH_ROWS = 65_536
-_MEMORY_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,34 +36,8 @@ class Rows:
     where: str
 
 
-@dataclass(frozen=True, slots=True)
-class Keys:
-    """Keys of rows: the identity columns of `schema`, or v3 row ids where `columns` is empty."""
-
-    schema: Schema
-    columns: tuple[str, ...] = ()
-
-    @property
-    def read(self) -> tuple[Schema, tuple[str, ...]]:
-        """The schema and the columns in it that are read of each file."""
-        return (self.schema, self.columns) if self.columns else (Schema(ROW_ID), (ROW_ID.name,))
-
-
-def identity_keys(schema: Schema, columns: Sequence[str], *, setting: str = "identity_columns") -> Keys:
-    """Keys of the declared identity columns. Raises `NoSuchColumn`, or `SpecInvalid` if one is not of a primitive type."""
-    for name in columns:
-        found = next((one for one in schema.fields if one.name == name), None)
-        if found is None:
-            raise NoSuchColumn.of(setting, name, [one.name for one in schema.fields])
-        if not isinstance(found.field_type, PrimitiveType):
-            raise SpecInvalid(
-                f"expected identity column {name!r} to be of a primitive type, found {found.field_type}: name another"
-            )
-    return Keys(schema, tuple(columns))
-
-
 def match(
-    table: Table, old: Sequence[Rows], new: Sequence[Rows], keys: Keys, *, memory_bytes: int = _MEMORY_BYTES
+    table: Table, old: Sequence[Rows], new: Sequence[Rows], keys: Keys, *, memory_bytes: int = 1 << 30
 ) -> tuple[list[Mask], list[Mask]]:
     """Return the `old` rows that are among the `new` ones, and the new among the old: a mask per file, by position.
 
@@ -170,22 +138,6 @@ class _Side:
             yield from table.filter(pa.array(one.chosen[at])).to_batches()
 
 
-def key_columns(table: Table, file: LiveFile, keys: Keys) -> Iterator[tuple[npt.NDArray[np.int64], list[Any]]]:
-    """Yield the keys of all rows of a data file in batches: the positions of the rows, and the columns of their keys."""
-    wanted, names = keys.read
-    with table.io.new_input(file.path).open() as stream:
-        opened = open_file(file.path, stream, wanted.fields)
-        columns = FileColumns.of(opened.footer.schema, wanted, names, name_mapping_of(table), file.partition_values)
-        first = 0
-        for unit, rows in enumerate(opened.footer.rows):
-            at = np.arange(first, first + rows)
-            found = columns.align(opened.read(unit, columns.in_file), rows).columns
-            if not keys.columns and file.first_row_id is not None:  # an id that is not written is that of the place
-                found = [pc.coalesce(found[0], pa.array(file.first_row_id + at))]
-            yield at, found
-            first += rows
-
-
 def _plain(column: Any) -> Any:
     kind = column.type
     if pa.types.is_date32(kind) or pa.types.is_time32(kind):
@@ -195,17 +147,6 @@ def _plain(column: Any) -> Any:
 
 def _is_whole(kind: pa.DataType) -> bool:
     return bool(pa.types.is_integer(kind) or pa.types.is_temporal(kind))
-
-
-@contextmanager
-def spilling_duckdb(memory_bytes: int = _MEMORY_BYTES) -> Iterator["DuckDBPyConnection"]:
-    """Yield a connection in memory that puts in a temporary folder what exceeds `memory_bytes`."""
-    import duckdb
-
-    with tempfile.TemporaryDirectory(prefix="dlac-match-") as folder:
-        config = {"memory_limit": f"{memory_bytes >> 20}MB", "temp_directory": folder, "threads": "2"}
-        with duckdb.connect(config={**config, "preserve_insertion_order": "false"}) as connection:
-            yield connection
 
 
 @contextmanager

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from dlac_pipeline.extensions.history.changes import History
+from dlac_pipeline.extensions.history.steps import TableRows
 from dlac_pipeline.lakehouse.errors import AppendHistoryLost
-from dlac_pipeline.lakehouse.history.changes import History
-from dlac_pipeline.lakehouse.history.steps import TableRows
-from tests.integration.history_lake import Keyed, Lake, read, rows_of
+from tests.extensions.history.history_lake import Keyed, Lake, read, rows_of
 
 Change = tuple[str, int, int]
 CHANGES = st.lists(

@@ -6,8 +6,8 @@ import pytest
 from pyiceberg.table.snapshots import Operation
 
 from dlac_pipeline.lakehouse.errors import AppendHistoryLost
-from dlac_pipeline.lakehouse.history.changes import OnOverwrite
-from tests.integration.history_lake import Keyed, Lake, read_from, rows_of
+from dlac_pipeline.plan.legs.changes import OnOverwrite
+from tests.extensions.history.history_lake import Keyed, Lake, read_from, rows_of
 
 
 @pytest.fixture

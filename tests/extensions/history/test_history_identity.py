@@ -5,9 +5,9 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+from dlac_pipeline.extensions.history.changes import changes
 from dlac_pipeline.lakehouse.errors import AppendHistoryLost, NoSuchColumn, SpecInvalid
-from dlac_pipeline.lakehouse.history.changes import changes
-from tests.integration.history_lake import SCHEMA, Lake, rows_of
+from tests.extensions.history.history_lake import SCHEMA, Lake, rows_of
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ from pyiceberg.manifest import DataFile, DataFileContent, ManifestEntry
 from pyiceberg.schema import Schema
 from pyiceberg.types import LongType, NestedField
 
+from dlac_pipeline.extensions.history.changes import History, changes
 from dlac_pipeline.lakehouse.errors import AppendHistoryLost
-from dlac_pipeline.lakehouse.history.changes import History, changes
-from tests.integration.history_lake import new_keys, read_from
+from tests.extensions.history.history_lake import new_keys, read_from
 from tests.integration.iceberg_writer import IO, HandTable
 
 K = NestedField(1, "k", LongType(), required=False)

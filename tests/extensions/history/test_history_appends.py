@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from dlac_pipeline.lakehouse.errors import AppendHistoryLost
-from tests.integration.history_lake import Keyed, Lake, read, read_from, rows_of
+from tests.extensions.history.history_lake import Keyed, Lake, read, read_from, rows_of
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 from pyiceberg.table import Table
 from pyiceberg.table.snapshots import Operation
 
-from dlac_pipeline.lakehouse.history.changes import History, changes
-from dlac_pipeline.lakehouse.history.steps import TableRows
+from dlac_pipeline.extensions.history.changes import History, changes
+from dlac_pipeline.extensions.history.steps import TableRows
 from dlac_pipeline.lakehouse.iceberg.data_files import live_files
 from tests.empty_lakehouse import empty_lakehouse
 from tests.snapshots import DeleteFile, commit_snapshot, position_rows

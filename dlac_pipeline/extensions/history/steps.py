@@ -13,9 +13,9 @@ from pyiceberg.manifest import ManifestContent, ManifestEntry, ManifestEntryStat
 from pyiceberg.table import Table
 from pyiceberg.table.snapshots import Snapshot
 
+from dlac_pipeline.extensions.history.row_matching import Mask, Rows
 from dlac_pipeline.lakehouse.errors import AppendHistoryLost
 from dlac_pipeline.lakehouse.files.open_file import open_file
-from dlac_pipeline.lakehouse.history.row_matching import Mask, Rows
 from dlac_pipeline.lakehouse.iceberg.columns import expect
 from dlac_pipeline.lakehouse.iceberg.data_files import LiveFile, live_files, snapshot_schema
 from dlac_pipeline.lakehouse.iceberg.deletes import NO_ROWS, Deletes, Ints
