@@ -65,14 +65,6 @@ def test_consumed_equals_journal_at_every_checkpoint(lake: Lake, audit: duckdb.D
     assert all(row["touched"] is row["consumed"] for row in answers)
 
 
-def test_a_running_run_is_exact_with_rows_pending(lake: Lake) -> None:
-    """Rows ahead of the cursors are pending, and nothing is wrong with that."""
-    report = lake.audit_forged(lambda rows: until_step(rows, 16))
-    assert (report.exact, report.problems, report.finished, report.step) == (True, (), False, 16)
-    assert report.rows_consumed == 16 * 32
-    assert report.rows_pending == report.rows_live - 16 * 32
-
-
 def test_a_rewound_run_has_consumed_only_what_survives(lake: Lake) -> None:
     """After a rewind the abandoned checkpoints are off the lineage; what they had consumed can still be asked."""
     name = lake.forge(rewound)

@@ -70,7 +70,7 @@ def test_run_works_from_command_line(arena: Arena, here: Command) -> None:
         (("sql", " ; "), 64, "expected a query"),
         (("sql", "SELECT '[/a]' FROM nowhere"), 64, "[/a]"),
         (("status", "[/a]"), 64, "[/a]"),
-        (("checkpoint", "identify", "/"), 2, "is a directory"),
+        (("checkpoint", "identify", "/"), 2, "directory"),
     ],
 )
 def test_wrong_request_is_one_clear_error(

@@ -109,15 +109,6 @@ def test_equality_deletes_take_older_rows_only(hand: HandTable) -> None:
     assert check(hand)[same] == [0]
 
 
-def test_equality_deletes_on_several_sets_of_columns(hand: HandTable) -> None:
-    """Deletes by different columns are distinguished. Floats and nulls compare by identity."""
-    path = hand.append(rows(range(30)))
-    hand.delete_equal(equal(score=[None, 3.5]))
-    hand.delete_equal(equal(name=["n1"], score=[2.0]))
-    hand.delete_equal(equal(name=["n2"], id=[2]))
-    assert check(hand)[path] == [row for row in range(30) if row % 5 and row not in {7, 4, 2}]
-
-
 def test_not_a_number_equals_itself() -> None:
     """NaN is deleted by NaN, alone and beside other columns."""
     nan = float("nan")
