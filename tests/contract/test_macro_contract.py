@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from dlac_pipeline.extensions.auditors.commands import MACROS
 
+from dlac_pipeline.extensions.auditors.commands import MACROS
 from tests.conftest import Arena
 from tests.fixtures import Command
 from tests.installed import install_distribution

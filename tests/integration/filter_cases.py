@@ -294,8 +294,15 @@ def _append(case: Case, random: Random, *, spec: int) -> None:
         key = tuple(_applied(apply, leaf.of(row)) for leaf, apply in case.parts[spec])
         by_partition.setdefault(repr(key), (key, []))[1].append(row)
     for key, part in by_partition.values():
-        path = _write(
-            case.hand, arrow_of(part), _absent(case, spec, random), spec, key, row_group_rows, metrics, footer
+        absent = _absent(case, spec, random)
+        path = case.hand.append(
+            arrow_of(part),
+            schema=Schema(*(each for each in SCHEMA.fields if each.name not in absent)),
+            spec=spec,
+            partition=key,
+            row_group_rows=row_group_rows,
+            statistics=metrics and footer,
+            footer=footer,
         )
         case.places += [(path, position) for position in range(len(part))]
         case.rows += part
@@ -314,21 +321,6 @@ def _absent(case: Case, spec: int, random: Random) -> set[str]:
         if isinstance(part.transform, IdentityTransform) and len(leaf.path) == 1
     }
     return found if random.random() < 0.3 else set()
-
-
-def _write(
-    hand: HandTable,
-    rows: pa.Table,
-    absent: set[str],
-    spec: int,
-    key: tuple[Any, ...],
-    row_group_rows: int,
-    metrics: bool,
-    footer: bool,
-) -> str:
-    schema = Schema(*(each for each in SCHEMA.fields if each.name not in absent))
-    options: dict[str, Any] = {"schema": schema, "spec": spec, "partition": key, "row_group_rows": row_group_rows}
-    return hand.append(rows, statistics=metrics and footer, footer=footer, **options)
 
 
 def rows_of(random: Random, count: int) -> list[dict[str, Any]]:

@@ -100,9 +100,7 @@ class HandTable:
         pq.write_table(written, path, row_group_size=row_group_rows, write_statistics=footer)
         found = self._statistics(path, schema) if statistics else {"record_count": len(rows), "split_offsets": None}
         file = self.file(path, DataFileContent.DATA, partition, **found, first_row_id=row_id)
-        self.commit([file], spec, sequence)
-        self._note(file, spec, partition)
-        return path
+        return self._put([file], spec, sequence, partition)
 
     def delete_positions(
         self,
@@ -127,9 +125,7 @@ class HandTable:
         if referenced:
             (more["referenced_data_file"],) = deletes
         file = self.file(path, DataFileContent.POSITION_DELETES, partition, **more)
-        self.commit([file], spec, sequence)
-        self._note(file, spec, partition)
-        return path
+        return self._put([file], spec, sequence, partition)
 
     def delete_equal(
         self,
@@ -152,9 +148,7 @@ class HandTable:
         equality_ids = [one.field_id for one in fields]
         more = {"record_count": len(rows), "equality_ids": equality_ids}
         file = self.file(path, DataFileContent.EQUALITY_DELETES, partition, **more)
-        self.commit([file], spec, sequence)
-        self._note(file, spec, partition, columns=tuple(rows.column_names))
-        return path
+        return self._put([file], spec, sequence, partition, columns=tuple(rows.column_names))
 
     def delete_vectors(
         self,
@@ -178,9 +172,7 @@ class HandTable:
             named.append(named_blob(offset, len(blob)))
             offset += len(blob)
         Path(path).write_bytes(b"PFA1" + b"".join(blobs.values()) + puffin_footer(named))
-        self.commit(files, 0, sequence)
-        self._note(files[0], 0, (), positions=deletes)
-        return path
+        return self._put(files, 0, sequence, (), positions=deletes)
 
     @property
     def snapshot_id(self) -> int:
@@ -238,11 +230,15 @@ class HandTable:
             _table_format_version=3, content=content, file_path=path, partition=Record(*partition), **more
         )
 
-    def _note(self, file: DataFile, spec: int, partition: tuple[Any, ...], **more: Any) -> None:
+    def _put(
+        self, files: list[DataFile], spec: int, sequence: int | None, partition: tuple[Any, ...], **noted: Any
+    ) -> str:
+        """Commit files at one path, note them for the oracle, and return the path."""
+        self.commit(files, spec, sequence)
+        path, content = files[0].file_path, files[0].content
         where = None if self.specs[spec].is_unpartitioned() else (spec, partition)
-        self.files.append(
-            Written(path=file.file_path, sequence=self._last, content=file.content, partition=where, **more)
-        )
+        self.files.append(Written(path=path, sequence=self._last, content=content, partition=where, **noted))
+        return path
 
     def commit(
         self, files: list[DataFile], spec: int, sequence: int | None, removed: Sequence[ManifestEntry] = ()

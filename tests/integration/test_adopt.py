@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import warnings
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,6 @@ from dlac_pipeline.lakehouse.errors import CheckpointDamaged, CheckpointError, C
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.supervise.liveness.run_lock import run_lock
 from dlac_pipeline.supervise.start.request import ClaimRequest
 from dlac_pipeline.supervise.start.start_attempt import start_attempt
 from tests.conftest import Arena
@@ -95,61 +93,53 @@ def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def dcp_folder(folder: Path) -> dict[str, torch.Tensor]:
-    """Save a trained model with torch.distributed.checkpoint; gives its weights."""
-    model, optimizer = trained()
-    weights, state = get_state_dict(model, optimizer)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        save({"model": weights, "optimizer": state}, checkpoint_id=folder, no_dist=True)
-    return model.state_dict()
-
-
 def layout_folder(folder: Path, kind: str) -> dict[str, torch.Tensor]:
-    """Save a trained model as safetensors; gives its weights."""
+    """Save a trained model in a layout of torch's checkpoints, or as safetensors. Return its weights."""
     model, optimizer = trained()
     weights: Any
     weights, state = get_state_dict(model, optimizer)
-    folder.mkdir()
     if kind == "pretrained":
+        folder.mkdir()
         save_file({f"model.{name}": tensor for name, tensor in weights.items()}, folder / "model.safetensors")
         (folder / "config.json").write_text("{}")
         return {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
-    writer = HuggingFaceStorageWriter(str(folder), save_distributed=kind == "shards")
-    saved = {"model": weights, "optimizer": {"state": state["state"]}} if kind == "shards" else weights
+    writer = None if kind == "dcp" else HuggingFaceStorageWriter(str(folder), save_distributed=kind == "shards")
+    optimizer_state = state if kind == "dcp" else {"state": state["state"]}
+    saved = weights if kind == "bare" else {"model": weights, "optimizer": optimizer_state}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        save(saved, storage_writer=writer, no_dist=True)
+        save(saved, checkpoint_id=folder, storage_writer=writer, no_dist=True)
     return model.state_dict()
 
 
-@pytest.mark.parametrize(
-    "kind", ["pretrained", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("shards", "bare"))]
-)
+@pytest.mark.parametrize("kind", ["pretrained", pytest.param("bare", marks=pytest.mark.slow)])
 def test_safetensors_begin_a_run(arena: Arena, kind: str) -> None:
-    """What the layout lacks is the script's: settings of the optimizer, or all of it, and the schedule."""
+    """What the layout lacks is the script's: the state of the optimizer, and the schedule."""
     arena.table()
     spec = arena.spec("r", world_size=1, passes=1)
     folder = arena.home / "foreign"
     weights = layout_folder(folder, kind)
     checkpoint_id = adopt_checkpoint(arena.lakehouse, spec, foreign_checkpoint(folder))
     assert arena.head("r") == checkpoint_id
-    start, optimizer = begin_tied(arena, spec, nested=kind == "pretrained")
+    start, optimizer = begin(arena, spec, nested=kind == "pretrained")
     assert all(torch.equal(start[name], weights[name]) for name in weights)
-    assert optimizer["param_groups"][0]["lr"] == 0.03
-    assert [state["step"] for state in optimizer["state"].values()] == ([3, 3] if kind == "shards" else [])
+    assert (optimizer["param_groups"][0]["lr"], optimizer["state"]) == (0.03, {})
     assert audit_run(arena.lakehouse, "r").exact
     assert [row.step for row in arena.lineage("r")] == [0, 10, 20, 30, 40, 50, 60, 63]
 
 
-def begin_tied(arena: Arena, spec: JobSpec, *, nested: bool) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Train the run to its end, with a second name for a layer; gives weights and optimizer that it started with."""
+def begin(
+    arena: Arena, spec: JobSpec, *, nested: bool = False, schedule: bool = True
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Train the run to its end. Return weights and optimizer that it started with. A `nested` layer has two names."""
     with arena.training_run(spec) as run:
         layer = torch.nn.Linear(4, 1)
         model = torch.nn.ModuleDict({"model": layer, "again": layer}) if nested else layer
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.03)
-        schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
-        run.restore(dlac.DistributedState(model=model, optimizer=optimizer, schedule=schedule))
+        parts: dict[str, Any] = {"model": model, "optimizer": optimizer}
+        if schedule:
+            parts["schedule"] = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+        run.restore(dlac.DistributedState(**parts))
         start = {name: value.clone() for name, value in model.state_dict().items()}
         loaded = copy.deepcopy(optimizer.state_dict())
         for _ in run.batches():
@@ -164,23 +154,19 @@ def test_exported_state_begins_a_run(arena: Arena) -> None:
     """`dlac checkpoint export-state` writes what `adopt` takes. The digest of the file leads to the checkpoint."""
     arena.table()
     spec = arena.spec("r", world_size=1, passes=1)
-    dcp_folder(arena.home / "foreign")
+    layout_folder(arena.home / "foreign", "dcp")
     adopt_checkpoint(arena.lakehouse, spec, foreign_checkpoint(arena.home / "foreign"))
-    weights = begin(arena, spec)
+    weights, _ = begin(arena, spec, schedule=False)
     out = arena.home / "state"
-    done = dlac_command(
-        "checkpoint", "export-state", "r", str(out), "--spec", str(arena.home / "r.yaml"), home=arena.home
-    )
+    command = ("checkpoint", "export-state", "r", str(out), "--spec", str(arena.home / "r.yaml"))
+    done = dlac_command(*command, home=arena.home)
     assert done.returncode == 0, done.stderr
     (file,) = out.iterdir()
     assert checkpoint_of_file(arena.lakehouse, file)["checkpoint_id"] == arena.head("r")
-    again = dlac_command(
-        "checkpoint", "export-state", "r", str(out), "--spec", str(arena.home / "r.yaml"), home=arena.home
-    )
-    assert "expected a new or empty folder" in again.stderr
+    assert "expected a new or empty folder" in dlac_command(*command, home=arena.home).stderr
     other = arena.spec("r2", world_size=1, passes=1)
     adopt_checkpoint(arena.lakehouse, other, foreign_checkpoint(out))
-    start, optimizer = begin_tied(arena, other, nested=False)
+    start, optimizer = begin(arena, other)
     assert all(torch.equal(start[name], weights[name]) for name in weights)
     assert [state["step"] for state in optimizer["state"].values()] == [3, 3]
 
@@ -219,32 +205,30 @@ def place_shard(folder: Path, number: int, rows: list[int]) -> Path:
     return path
 
 
-@pytest.mark.parametrize("number", [1, 2, 3])
-def test_missing_shard_is_refused(tmp_path: Path, number: int) -> None:
-    """Nothing is read from memory instead. Without the last shard the rest is a smaller tensor, which no model loads."""
-    files = [place_shard(tmp_path, 1 + first // 2, [first, first + 1]) for first in (0, 2, 4)]
+@pytest.mark.parametrize(
+    "shards",
+    [[[2, 3], [4, 5]], [[0, 1], [4, 5]], [[0, 1], [1, 2, 3]], [[1, 2], [1, 2]], [[1, 2, 3, 4, 5], [1, 2, 3, 4, 5]]],
+)
+def test_incomplete_shards_are_refused(tmp_path: Path, shards: list[list[int]]) -> None:
+    """Rows that no file has, and rows of two files, of which either may be right. Nothing is read from memory instead."""
+    for number, rows in enumerate(shards, 1):
+        place_shard(tmp_path, number, rows)
+    with pytest.raises(
+        SpecInvalid, match=r"of \d+ elements of 'model\.weight', or some twice, in the files \['shard-0000"
+    ):
+        copied(tmp_path)
+
+
+def test_missing_last_shard_is_refused(tmp_path: Path) -> None:
+    """Without the last shard the rest is a smaller tensor, which no model loads."""
+    *_, last = [place_shard(tmp_path, 1 + first // 2, [first, first + 1]) for first in (0, 2, 4)]
     model = torch.nn.Linear(4, 6, bias=False)
     dlac.DistributedState(model=model).load(copied(tmp_path), saved_world_size=1)
     assert model.weight[:, 3].tolist() == [0, 1, 2, 3, 4, 5]
-    files[number - 1].unlink()
-    if number < 3:
-        with pytest.raises(
-            SpecInvalid, match=r"of 24 elements of 'model\.weight', or some twice, in the files \['shard-0000"
-        ):
-            copied(tmp_path)
-        return
+    last.unlink()
     shutil.rmtree(tmp_path.with_name(f"{tmp_path.name}-adopted"))
     with pytest.raises(CheckpointError, match=r"(?i)size mismatch"):
         dlac.DistributedState(model=model).load(copied(tmp_path), saved_world_size=1)
-
-
-def test_elements_of_two_files_are_refused(tmp_path: Path) -> None:
-    """Which of them is right is unknown, as is a part at an offset without the elements before it."""
-    for rows in ([0, 1], [1, 2], [1, 2, 3, 4, 5]):
-        place_shard(tmp_path, 1, rows)
-        place_shard(tmp_path, 2, [1, 2, 3] if rows[0] == 0 else rows)
-        with pytest.raises(SpecInvalid, match=r"of \d+ elements of 'model\.weight', or some twice"):
-            copied(tmp_path)
 
 
 def test_files_of_the_index_are_read(tmp_path: Path) -> None:
@@ -293,17 +277,16 @@ def test_code_in_the_index_is_refused(tmp_path: Path) -> None:
     assert not touched.exists()
 
 
-@pytest.mark.parametrize("length", [0, 20, 200])
-def test_truncated_safetensors_begin_no_run(arena: Arena, length: int) -> None:
+def test_truncated_safetensors_begin_no_run(arena: Arena) -> None:
     """The error names the folder, and nothing is committed."""
     arena.table()
     folder = arena.home / "foreign"
     layout_folder(folder, "shards")
     (path,) = folder.glob("*.safetensors")
-    with path.open("r+b") as stream:
-        stream.truncate(length)
-    with pytest.raises(SpecInvalid, match=r"expected a whole checkpoint in '.*foreign', found"):
-        adopt_checkpoint(arena.lakehouse, arena.spec("r"), foreign_checkpoint(folder))
+    for length in (200, 20, 0):
+        os.truncate(path, length)
+        with pytest.raises(SpecInvalid, match=r"expected a whole checkpoint in '.*foreign', found"):
+            adopt_checkpoint(arena.lakehouse, arena.spec("r"), foreign_checkpoint(folder))
     assert arena.rows("r", CheckpointRow) == []
 
 
@@ -317,35 +300,23 @@ def test_shards_of_ranks_begin_a_run(arena: Arena) -> None:
     assert len(list(folder.glob("shard-*.safetensors"))) == 2
     spec = arena.spec("r", world_size=1, passes=1)
     adopt_checkpoint(arena.lakehouse, spec, foreign_checkpoint(folder))
-    start, optimizer = begin_tied(arena, spec, nested=False)
+    start, optimizer = begin(arena, spec)
     weights = torch.load(folder / "whole.pt", weights_only=True)
     assert all(torch.equal(start[name], weights[name]) for name in weights)
     assert [state["step"] for state in optimizer["state"].values()] == [3, 3]
     assert audit_run(arena.lakehouse, "r").exact
 
 
-def begin(arena: Arena, spec: JobSpec) -> dict[str, torch.Tensor]:
-    """Start the run in this process, and train it to its end; gives the weights that it started with."""
-    with arena.training_run(spec) as run:
-        model = torch.nn.Linear(4, 1)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        run.restore(dlac.DistributedState(model=model, optimizer=optimizer))
-        start = {name: value.clone() for name, value in model.state_dict().items()}
-        assert optimizer.state_dict()["state"][0]["step"] == 3
-        for _ in run.batches():
-            run.step_done(0.0)
-    return start
-
-
 def test_a_dcp_checkpoint_begins_a_run(arena: Arena) -> None:
     """Weights and optimizer come from the foreign checkpoint, all rows are consumed after it, and the ledger has its origin."""
     arena.table()
     spec = arena.spec("r", world_size=1, passes=1)
-    weights = dcp_folder(arena.home / "foreign")
+    weights = layout_folder(arena.home / "foreign", "dcp")
     checkpoint_id = adopt_checkpoint(arena.lakehouse, spec, foreign_checkpoint(arena.home / "foreign"))
     assert arena.head("r") == checkpoint_id
-    start = begin(arena, spec)
+    start, optimizer = begin(arena, spec, schedule=False)
     assert all(torch.equal(start[name], weights[name]) for name in weights)
+    assert [state["step"] for state in optimizer["state"].values()] == [3, 3]
     assert audit_run(arena.lakehouse, "r").exact
     assert [row.step for row in arena.lineage("r")] == [0, 10, 20, 30, 40, 50, 60, 63]
     with open_audit(arena.lakehouse) as connection:
@@ -406,29 +377,10 @@ def test_what_is_no_checkpoint_is_refused(arena: Arena) -> None:
 
 
 @pytest.mark.soak
-def test_run_begun_concurrently_is_left_alone(arena: Arena) -> None:
-    """The second process to get the lock is refused, and claims nothing."""
-    arena.table()
-    spec = arena.spec("r", world_size=1, passes=1)
-    dcp_folder(arena.home / "foreign")
-    foreign = foreign_checkpoint(arena.home / "foreign")
-
-    def behind_another(*given: Any, **how: Any) -> AbstractContextManager[int]:
-        arena.monkeypatch.setattr("dlac_pipeline.extensions.exchange.fork.run_lock", run_lock)
-        adopt_checkpoint(arena.lakehouse, spec, foreign)
-        return run_lock(*given, **how)
-
-    arena.monkeypatch.setattr("dlac_pipeline.extensions.exchange.fork.run_lock", behind_another)
-    with pytest.raises(SpecInvalid, match="no run named 'r' yet, found one with 1 checkpoints"):
-        adopt_checkpoint(arena.lakehouse, spec, foreign)
-    assert len(arena.rows("r", ClaimRow)) == len(arena.rows("r", CheckpointRow)) == 1
-
-
-@pytest.mark.soak
 def test_first_attempt_without_checkpoint_is_kept(arena: Arena) -> None:
     """A claimed attempt may train on another node, whose lock is not visible here. A claim to adopt is continued."""
     arena.table()
-    dcp_folder(arena.home / "foreign")
+    layout_folder(arena.home / "foreign", "dcp")
     foreign = foreign_checkpoint(arena.home / "foreign")
     training, begun = (arena.spec(run, world_size=1) for run in ("training", "begun"))
     start_attempt(Plans(arena.lakehouse), training, ClaimRequest())

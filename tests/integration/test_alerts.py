@@ -1,10 +1,9 @@
-"""The runs that alert sensors report, the storages that they work on, and alerts that cannot be delivered."""
+"""The runs that alert sensors report, and alerts that cannot be delivered."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from dagster._core.execution.plan.objects import StepFailureData
 
 from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG, STEPPED_ASIDE_TAG
 from dlac_pipeline.dagster.sensors import alerts
-from dlac_pipeline.dagster.sensors.alerts import Alert, AlertUnsent, dlac_alerts
+from dlac_pipeline.dagster.sensors.alerts import Alert, AlertUnsent, dlac_alerts, send_by_settings
 from dlac_pipeline.dagster.sensors.recovery import RECOVERS_TAG
 from dlac_pipeline.dagster.settings import FILE
 from dlac_pipeline.dagster.training_runs import model_key, plan_key
@@ -26,27 +25,6 @@ from tests.conftest import Arena
 from tests.dagster_runs import dagster_run, project
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries warn of each other
-CONSOLIDATED = {"module": "dagster._core.storage.event_log", "class": "ConsolidatedSqliteEventLogStorage"}
-
-
-@pytest.fixture(params=["sharded", pytest.param("consolidated", marks=pytest.mark.soak)])
-def instance(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dg.DagsterInstance]:
-    """A Dagster instance with a database for each run, as by default, and one with a database for all, as PostgreSQL is."""
-    folder = tmp_path / "dagster"
-    folder.mkdir()
-    settings: dict[str, Any] = {"telemetry": {"enabled": False}}
-    if request.param == "consolidated":
-        settings["event_log_storage"] = {**CONSOLIDATED, "config": {"base_dir": str(folder)}}
-    with dg.DagsterInstance.local_temp(str(folder), overrides=settings) as made:
-        assert made.event_log_storage.is_run_sharded == (request.param == "sharded")
-        yield made
-
-
-@pytest.fixture
-def home(arena: Arena) -> Path:
-    """The arena's folder, as $DLAC_HOME."""
-    arena.monkeypatch.setenv("DLAC_HOME", str(arena.home))
-    return arena.home
 
 
 class Pager:
@@ -131,7 +109,7 @@ def another_teams(instance: dg.DagsterInstance, *, dies: bool = False) -> None:
 
 
 def test_alerts_separate_recovery_from_human_work(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
-    """A run that died is a warning, one that would die again an error; the command gets both as JSON."""
+    """A run that died is a warning, one that would die again an error. The command gets both as JSON, and again if it fails."""
     arena.table()
     spec = arena.spec("alerting", world_size=1)
     (home / FILE).write_text(f'[alerts]\ncommand = ["sh", "-c", "cat >> {home}/alerts; echo >> {home}/alerts"]\n')
@@ -147,6 +125,14 @@ def test_alerts_separate_recovery_from_human_work(arena: Arena, home: Path, inst
         ("gave_up", "error", "alerting"),
     ]
     assert [alert.message for alert in alerts] == ["it died"] * 2
+    refusing = 'cat > /dev/null; echo tried >> "$0"; exit 1'
+    (home / FILE).write_text(f"[alerts]\ncommand = ['sh', '-c', '{refusing}', '{home}/tries']\n")
+    watch = watched(instance, "failure_alerts", send_by_settings)
+    instance.report_run_failed(dagster_run(instance, spec, tags={NO_RECOVERY_TAG: "Fenced"}))
+    for tries in (1, 2):
+        with pytest.raises(AlertUnsent, match="to take an alert"):
+            watch.tick()
+        assert (home / "tries").read_text().count("tried") == tries
 
 
 @pytest.mark.slow
@@ -206,20 +192,6 @@ def test_refused_alert_is_retried_in_order(
     fails("last")
     watch.tick()
     assert pager.sent[2:] == [("gave_up", "last")]
-
-
-@pytest.mark.slow
-def test_failing_command_is_run_again(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
-    """The next tick runs it again."""
-    refusing = 'cat > /dev/null; echo tried >> "$0"; exit 1'
-    (home / FILE).write_text(f"[alerts]\ncommand = ['sh', '-c', '{refusing}', '{home}/tries']\n")
-    watch = watched(instance, "failure_alerts", alerts.send_by_settings)
-    hopeless = dagster_run(instance, arena.spec("slow", world_size=1), tags={NO_RECOVERY_TAG: "Fenced"})
-    instance.report_run_failed(hopeless)
-    for tries in (1, 2):
-        with pytest.raises(AlertUnsent, match="to take an alert"):
-            watch.tick()
-        assert (home / "tries").read_text().count("tried") == tries
 
 
 @pytest.mark.slow

@@ -65,11 +65,6 @@ def times_consumed(run: str, seen: Counter[int]) -> Counter[int]:
     return Counter({row_id: n // items_of(run, row_id) for row_id, n in seen.items() if n >= items_of(run, row_id)})
 
 
-def partly_seen(run: str, seen: Counter[int]) -> int:
-    """Return rows with some items in the tensors, and others not."""
-    return sum(n % items_of(run, row_id) > 0 for row_id, n in seen.items())
-
-
 def test_audit_counts_what_tensors_had(workshop: Workshop, audited: Callable[[str], AuditReport], run: str) -> None:
     """Consumed and partly read rows equal the tensors, rows of skipped steps are counted, and nothing contradicts."""
     report = audited(run)
@@ -77,7 +72,7 @@ def test_audit_counts_what_tensors_had(workshop: Workshop, audited: Callable[[st
     assert (report.exact, report.problems) == (True, ())
     assert report.step == max(workshop.seen[run])
     assert report.rows_consumed == times_consumed(run, seen).total()
-    assert report.rows_partial == partly_seen(run, seen)
+    assert report.rows_partial == sum(n % items_of(run, row_id) > 0 for row_id, n in seen.items())
     assert (report.rows_not_applied > 0) == (run in ("mixed", "packed"))
     assert report.finished == (not run.startswith("followed"))
     if run == "transformed":

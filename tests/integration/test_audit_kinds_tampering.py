@@ -142,14 +142,6 @@ def test_every_contradiction_is_found(workshop: Workshop) -> None:
         assert any(part in problem for problem in found for part in expected.split("|")), (kind, expected, found)
 
 
-def test_contradiction_makes_audit_inexact(workshop: Workshop) -> None:
-    """The report of one run has the sentence, and is not exact."""
-    kind, change, expected = CONTRADICTIONS[0]
-    report = workshop.audit_forged(change, of=trained(workshop, kind))
-    assert not report.exact
-    assert any(expected in problem for problem in report.problems)
-
-
 def test_repeated_row_of_followed_table_is_duplicated(workshop: Workshop) -> None:
     """Where each pass must be over other rows, a row that is consumed in three passes counts as duplicated twice."""
     report = workshop.audit_forged(leg_changed(0, of_source(0, follow="appends")), of=trained(workshop, "plain"))

@@ -1,21 +1,26 @@
-"""Dagster runs that are cancelled, and drained, when Dagster cannot reach their processes: real ones, on a real instance."""
+"""Dagster runs that are cancelled, and drained, when Dagster cannot reach their processes, on a real instance."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
-import subprocess
-import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable
+from contextlib import closing
+from itertools import chain, repeat
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import DEFAULT, Mock
 
 import dagster as dg
 import pytest
 from dagster._core.errors import DagsterUserCodeUnreachableError
 
+from dlac_pipeline.dagster import heartbeat
 from dlac_pipeline.dagster.drain import drain
 from dlac_pipeline.dagster.failures import PREEMPTED_TAG, run_tag
 from dlac_pipeline.dagster.heartbeat import Heartbeat, beats_of
@@ -26,46 +31,15 @@ from tests.dagster_runs import dagster_run, project
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries warn of each other
 
-PROCESS_OF_A_RUN = """
-import sys, time
-import dagster as dg, psutil
-from dlac_pipeline.dagster import heartbeat
-
-folder, run_id, how = sys.argv[1:]
-heartbeat.BEAT_EVERY_S = 0.2
-
-def away(run_id, times=iter(range(5)), look=dg.DagsterInstance.get_run_by_id):
-    for _ in times:
-        raise OSError("the database is away")
-    return look(instance, run_id)
-
-with dg.DagsterInstance.local_temp(folder) as instance, dg.raise_execution_interrupts():
-    if how == "storage away":
-        instance.get_run_by_id = away
-    heart = heartbeat.Heartbeat(instance, run_id, process=psutil.Process() if how == "another process" else None)
-    if how == "interrupted before":
-        heart.was_interrupted()
-    print("trains", flush=True)
-    for word, sleep_s in ("interrupted", 600 if how in ("", "storage away") else 3), ("interrupted again", 3):
-        try:
-            time.sleep(sleep_s)
-            break
-        except dg.DagsterExecutionInterruptedError:
-            print(word, flush=True)
-    heart.close()
-    run = instance.get_run_by_id(run_id)
-    if not run.is_finished:
-        instance.report_run_canceled(run)
-"""
-"""A heartbeat, and instead of a trainer a sleep; once interrupted, it takes 15 beats to leave."""
-
 
 @pytest.fixture
-def instance(tmp_path: Path) -> Iterator[dg.DagsterInstance]:
-    """A Dagster instance of this test's own."""
-    (tmp_path / "dagster").mkdir()
-    with dg.DagsterInstance.local_temp(str(tmp_path / "dagster"), overrides={"telemetry": {"enabled": False}}) as made:
-        yield made
+def interrupts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The interruptions of this process by frequent heartbeats. They are recorded only."""
+    found: list[int] = []
+    system = SimpleNamespace(getpid=os.getpid, readlink=os.readlink, kill=lambda _, number: found.append(number))
+    monkeypatch.setattr(heartbeat, "os", system)
+    monkeypatch.setattr(heartbeat, "BEAT_EVERY_S", 0.05)
+    return found
 
 
 def unreachable_run(instance: dg.DagsterInstance, arena: Arena, name: str, *, started: bool = True, **more: Any) -> str:
@@ -81,19 +55,6 @@ def unreachable_run(instance: dg.DagsterInstance, arena: Arena, name: str, *, st
         tags={".dagster/grpc_info": json.dumps({"host": "localhost", "socket": str(server)}), **more.pop("tags", {})},
         **more,
     ).run_id
-
-
-@contextmanager
-def process_of(instance: dg.DagsterInstance, run_id: str, how: str = "") -> Iterator[subprocess.Popen[str]]:
-    """The process of a run, once it trains."""
-    command = [sys.executable, "-c", PROCESS_OF_A_RUN, instance.root_directory, run_id, how]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "trains\n"
-            yield process
-        finally:
-            process.kill()
 
 
 def terminate(instance: dg.DagsterInstance, run_id: str) -> None:
@@ -120,39 +81,30 @@ def found(instance: dg.DagsterInstance, run_id: str) -> dg.DagsterRun:
     return run
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize(
-    ("end", "status", "how"),
+    ("end", "status"),
     [
-        (terminate, dg.DagsterRunStatus.CANCELED, ""),
-        (terminate, dg.DagsterRunStatus.CANCELED, "storage away"),
-        (force_terminate, dg.DagsterRunStatus.CANCELED, ""),
-        (give_up, dg.DagsterRunStatus.FAILURE, ""),
+        (terminate, dg.DagsterRunStatus.CANCELING),
+        pytest.param(force_terminate, dg.DagsterRunStatus.CANCELED, marks=pytest.mark.slow),
+        pytest.param(give_up, dg.DagsterRunStatus.FAILURE, marks=pytest.mark.slow),
     ],
 )
 def test_ended_run_exits_without_code_server(
     arena: Arena,
     instance: dg.DagsterInstance,
+    interrupts: list[int],
     end: Callable[[dg.DagsterInstance, str], None],
     status: dg.DagsterRunStatus,
-    how: str,
 ) -> None:
-    """Its process is interrupted, once: the second time would kill its trainer."""
+    """Its process is interrupted after an outage of the storage, and only once: the second time would kill its trainer."""
     run_id = unreachable_run(instance, arena, "r")
-    with process_of(instance, run_id, how) as process:
+    away = Mock(wraps=instance, daemon_cursor_storage=instance.daemon_cursor_storage)
+    away.get_run_by_id.side_effect = chain(repeat(OSError("the database is away"), 5), repeat(DEFAULT))
+    with closing(Heartbeat(away, run_id)):
         end(instance, run_id)
-        assert process.communicate(timeout=120)[0] == "interrupted\n"
-    assert found(instance, run_id).status == status
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("how", ["interrupted before", "another process"])
-def test_foreign_process_is_not_interrupted(arena: Arena, instance: dg.DagsterInstance, how: str) -> None:
-    """Dagster's own interruption came through: the trainer takes its last checkpoint and is not disturbed at it."""
-    run_id = unreachable_run(instance, arena, "r")
-    with process_of(instance, run_id, how) as process:
-        terminate(instance, run_id)
-        assert process.communicate(timeout=120)[0] == ""
+        wait_until(lambda: bool(interrupts), what="the interruption")
+        time.sleep(10 * heartbeat.BEAT_EVERY_S)
+    assert (interrupts, found(instance, run_id).status) == ([signal.SIGINT], status)
 
 
 def test_interruption_reaches_heartbeat(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
@@ -173,8 +125,8 @@ def test_interruption_reaches_heartbeat(arena: Arena, home: Path, instance: dg.D
     assert reached == ["asked", "interrupted"]
 
 
-@pytest.mark.soak
-def test_drain_works_without_code_server(arena: Arena, instance: dg.DagsterInstance) -> None:
+@pytest.mark.slow
+def test_drain_works_without_code_server(arena: Arena, instance: dg.DagsterInstance, interrupts: list[int]) -> None:
     """All are asked: a re-executed run with old tags too, and a run that starts at the same time, when it beats."""
     first = unreachable_run(instance, arena, "first")
     again = unreachable_run(
@@ -183,27 +135,30 @@ def test_drain_works_without_code_server(arena: Arena, instance: dg.DagsterInsta
     late = unreachable_run(instance, arena, "late", started=False)
     drained: list[tuple[list[str], dict[str, str]]] = []
     drains = threading.Thread(target=lambda: drained.append(drain(instance, reason="moved", within_s=240)))
-    with process_of(instance, first), process_of(instance, again):
+    with closing(Heartbeat(instance, first)), closing(Heartbeat(instance, again)):
         drains.start()
-        wait_until(lambda: found(instance, again).status == dg.DagsterRunStatus.CANCELING, what="the drain")
-        with process_of(instance, late):
+        wait_until(lambda: len(interrupts) == 2, what="the drain")
+        with closing(Heartbeat(instance, late)):
+            wait_until(lambda: len(interrupts) == 3, what="the drain of the late run")
+            for run_id in (first, again, late):
+                instance.report_run_canceled(found(instance, run_id))
             drains.join()
     assert [(sorted(left), stayed) for left, stayed in drained] == [(sorted([first, again, late]), {})]
     for run in (found(instance, run_id) for run_id in (first, again, late)):
         assert (run.status, run_tag(run, PREEMPTED_TAG)) == (dg.DagsterRunStatus.CANCELED, "moved")
 
 
-@pytest.mark.soak
-def test_drain_names_remaining_runs(arena: Arena, instance: dg.DagsterInstance) -> None:
-    """It does not say that the machine is empty while it cannot know; what a person has cancelled before stays theirs."""
-    starts, cancelled = (
-        unreachable_run(instance, arena, "starts", started=False),
-        unreachable_run(instance, arena, "cancelled"),
-    )
-    with process_of(instance, cancelled, "interrupted before"):
+@pytest.mark.slow
+def test_drain_names_remaining_runs(arena: Arena, instance: dg.DagsterInstance, interrupts: list[int]) -> None:
+    """It does not report an empty node while it cannot know. A run that a person has cancelled is not interrupted again."""
+    starts = unreachable_run(instance, arena, "starts", started=False)
+    cancelled = unreachable_run(instance, arena, "cancelled")
+    with closing(Heartbeat(instance, cancelled)) as heart:
+        heart.was_interrupted()  # by Dagster
         terminate(instance, cancelled)
         left, stayed = drain(instance, reason="moved", within_s=0.0)
-    assert not left
+        time.sleep(10 * heartbeat.BEAT_EVERY_S)
+    assert (left, interrupts) == ([], [])
     assert "it has sent no heartbeat yet" in stayed[starts]
     assert stayed[cancelled] == "it was cancelled before"
     assert PREEMPTED_TAG not in found(instance, cancelled).tags

@@ -5,17 +5,16 @@ from __future__ import annotations
 import tarfile
 from pathlib import Path
 
-import pytest
 from pyiceberg.schema import Schema
 
 from catalog import PROFILE
 from catalog.tables import STDLIB, TABLES, TOKENS
 from dlac_pipeline.audit.lakehouse_sql import open_audit
-from dlac_pipeline.cli.main import app
 from dlac_pipeline.extensions.auditors.queries import check_reads_only, lock_to_lakehouse
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from examples.corpus import corpus, tokens
 from examples.corpus.tokens import tokenize_corpus
+from tests.fixtures import Command
 
 _ROOT = Path(__file__).parents[2]
 _QUERIES = sorted((_ROOT / "catalog" / "queries").glob("*.sql"))
@@ -57,17 +56,11 @@ def test_declared_tables_are_filled(tmp_path: Path) -> None:
     assert {name: properties[name] for name in TOKENS.properties} == TOKENS.properties
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A lakehouse with rewinds, exclusions, quarantined rows, an export and a recovery."""
-    folder = tmp_path_factory.mktemp("lakehouse")
+def test_saved_queries_answer(tmp_path: Path, here: Command) -> None:
+    """Each only reads. An exact lakehouse has no problem, and a row for every other question. `dlac sql @FILE` runs one."""
     with tarfile.open(_ROOT / "tests" / "lakehouses" / "format-1.tar.xz") as archive:
-        archive.extractall(folder, filter="data")
-    return folder / "home"
-
-
-def test_saved_queries_answer(home: Path) -> None:
-    """Each only reads. An exact lakehouse has no problem, and a row for every other question."""
+        archive.extractall(tmp_path, filter="data")
+    home = tmp_path / "home"
     lakehouse = connect(PROFILE.at_home(home))
     with open_audit(lakehouse) as connection:
         lock_to_lakehouse(connection, lakehouse)
@@ -75,10 +68,5 @@ def test_saved_queries_answer(home: Path) -> None:
             check_reads_only(connection, query.read_text())
             rows = connection.execute(query.read_text()).fetchall()
             assert (rows == []) == (query.stem == "problems"), query.stem
-
-
-def test_command_runs_saved_query(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`dlac sql @FILE` runs the query of a file."""
-    query = next(query for query in _QUERIES if query.stem == "problems")
-    app(["sql", f"@{query}", "--home", str(home), "--json"], standalone_mode=False)
-    assert capsys.readouterr().out.strip() == "[]"
+    problems = next(query for query in _QUERIES if query.stem == "problems")
+    assert here("sql", f"@{problems}", "--json", home=home).stdout.strip() == "[]"

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import signal
-import sqlite3
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from rich.console import Console
 
-from dlac_pipeline.cli import main
+import dlac_pipeline as dlac
+from dlac_pipeline.audit.audit import audit_run
+from dlac_pipeline.audit.table import audit_table
+from dlac_pipeline.extensions.registration.new_project import scaffold_job
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import CatalogMisconfigured, CatalogUnreachable
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from tests.conftest import Arena
+from tests.fixtures import Command
 
 _READS = (
     ("status", "r"),
@@ -36,28 +41,6 @@ _READS = (
     ("checkpoint", "export", "r", "w.safetensors"),
     ("checkpoint", "tag", "r", "best"),
 )
-_SPEC = """\
-run = "r"
-[source]
-table = "src.t"
-columns = ["x"]
-[order]
-batch_size = 8
-key_groups = 8
-[launch]
-script = "x.py"
-"""
-
-
-def run_here(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
-) -> tuple[int, str, str]:
-    """Run a command in this process; its exit status, and what it wrote."""
-    monkeypatch.setattr(sys, "argv", ["dlac", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        main.main()
-    said = capsys.readouterr()
-    return int(ended.value.code or 0), said.out, said.err
 
 
 @pytest.fixture(scope="module")
@@ -66,24 +49,22 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         arena = Arena(tmp_path_factory.mktemp("trained") / "home", monkeypatch)
         arena.table(appends=(100,))
-        spec = arena.spec("r", world_size=1, passes=1, every_steps=2, nan_from=2, on_nonfinite_loss="warn")
-        launch = arena.launch(spec)
-        assert launch.wait() == 0, launch.stderr
+        spec = arena.spec("r", world_size=1, passes=1, every_steps=2, on_nonfinite_loss="warn")
+        with arena.training_run(spec) as run:
+            run.restore(dlac.TorchState(model=torch.nn.Linear(4, 1)))
+            for batch in run.batches():
+                run.step_done(math.nan if batch.step > 1 else 0.5)
         yield arena
-        arena.close()
 
 
 @pytest.mark.parametrize("arguments", [each for each in _READS if each[0] != "recover"])
-def test_looking_makes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
-) -> None:
+def test_looking_makes_nothing(tmp_path: Path, here: Command, arguments: tuple[str, ...]) -> None:
     """With addresses from a job spec too, the error reports that there is no lakehouse, and names the command that makes one."""
     spec = tmp_path / "typo.toml"
     places = f'[lakehouse]\nuri = "sqlite:///{tmp_path}/typo/catalog.db"\nwarehouse = "{tmp_path}/typo/tables"\n'
-    spec.write_text(_SPEC + places)
-    status, _, err = run_here(monkeypatch, capsys, *arguments, "--spec", str(spec), "--home", str(tmp_path / "home"))
-    assert status == 64
-    assert "dlac train" in err
+    spec.write_text(scaffold_job("r") + places)
+    refused = here(*arguments, "--spec", str(spec), home=tmp_path / "home")
+    assert (refused.returncode, "dlac train" in refused.stderr) == (64, True)
     assert [path.name for path in tmp_path.iterdir()] == ["typo.toml"]
 
 
@@ -94,26 +75,19 @@ def test_looking_makes_nothing(
     ids=["consumption", "plans"],
 )
 def test_lost_metadata_is_named(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    table: str,
-    commands: list[tuple[str, ...]],
-    damage: str,
+    tmp_path: Path, here: Command, table: str, commands: list[tuple[str, ...]], damage: str
 ) -> None:
     """Every command that reads the table names the table, the file and a remedy."""
     lakehouse = connect(LakehouseConfig().at_home(tmp_path))
     path = Path(lakehouse.own(table).metadata_location.removeprefix("file://"))
-    if damage == "missing":
-        path.unlink()
-    else:
-        path.write_bytes(path.read_bytes()[:100] if damage == "cut off" else b"{}")
+    content = path.read_bytes()
+    path.unlink()
+    if damage == "cut off":
+        path.write_bytes(content[:100])
     for arguments in commands:
-        status, _, err = run_here(monkeypatch, capsys, *arguments, "--home", str(tmp_path))
-        assert status == 69, (arguments, err)
-        assert "MetadataLost" in err
-        assert f"dlac.{table}" in err
-        assert "restore" in err
+        refused = here(*arguments, home=tmp_path)
+        assert refused.returncode == 69, (arguments, refused.stderr)
+        assert all(part in refused.stderr for part in ("MetadataLost", f"dlac.{table}", "restore")), arguments
 
 
 @pytest.mark.parametrize(
@@ -141,19 +115,6 @@ def test_locked_catalog_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFix
         holder.kill()
 
 
-def test_lock_is_waited_for_while_committing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It is reported once, while the append waits; a catalog that is not locked starts no thread and reports nothing."""
-    config = LakehouseConfig().at_home(tmp_path)
-    lakehouse = connect(config)
-    with closing(sqlite3.connect(tmp_path / "catalog.db", isolation_level=None, check_same_thread=False)) as other:
-        other.execute("BEGIN IMMEDIATE")
-        release = threading.Timer(3.0, lambda: other.execute("ROLLBACK"))
-        release.start()
-        lakehouse.create_namespace("made_late")
-        release.join()
-    assert caplog.text.count("found it locked for 2 s; waiting for at most 28 s") == 1
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -166,19 +127,15 @@ def test_lock_is_waited_for_while_committing(tmp_path: Path, caplog: pytest.LogC
         ("table", "pins", "--json"),
     ],
 )
-def test_json_is_strict(
-    trained: Arena, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
-) -> None:
+def test_json_is_strict(trained: Arena, here: Command, arguments: tuple[str, ...]) -> None:
     """A loss that is NaN is null, so that every reader of JSON can read the output."""
-    status, out, err = run_here(monkeypatch, capsys, *arguments, "--home", str(trained.home))
-    assert status == 0, err
-    for line in out.splitlines():
+    done = here(*arguments, home=trained.home)
+    assert done.returncode == 0, done.stderr
+    for line in done.stdout.splitlines():
         json.loads(line, parse_constant=lambda name: pytest.fail(f"found {name}"))
 
 
-def test_unexpected_exception_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unexpected_exception_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: Command) -> None:
     """The traceback is in a file that only this user may read, and the exit status reports a bug."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
@@ -187,29 +144,21 @@ def test_unexpected_exception_is_one_line(
         raise KeyError("[/b] of nothing")
 
     monkeypatch.setattr("dlac_pipeline.lakehouse.iceberg.connect.connect", fail)
-    status, out, err = run_here(monkeypatch, capsys, "status", "r", "--home", str(tmp_path))
-    assert (status, out, len(err.splitlines())) == (70, "", 1)
-    assert "unexpected KeyError: '[/b] of nothing'" in err
+    done = here("status", "r", home=tmp_path)
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (70, "", 1)
+    assert "unexpected KeyError: '[/b] of nothing'" in done.stderr
     [log] = tmp_path.glob("dlac-error-*.log")
-    assert str(log) in err
+    assert str(log) in done.stderr
     assert "Traceback" in log.read_text()
     assert log.stat().st_mode & 0o077 == 0
 
 
-def test_markup_in_adopted_path_is_shown(arena: Arena) -> None:
+def test_markup_in_adopted_path_is_shown(trained: Arena) -> None:
     """The provenance of an adopted run is shown as it is, whatever its folder is called."""
-    from rich.console import Console
-
-    from dlac_pipeline.audit.audit import audit_run
-    from dlac_pipeline.audit.table import audit_table
-
-    arena.table(appends=(100,))
-    arena.train(arena.spec("r", world_size=1, passes=1))
-    report = audit_run(arena.lakehouse, "r")
+    report = audit_run(trained.lakehouse, "r")
     console = Console(width=300, record=True, file=io.StringIO())
     for name in ("/x[/b]", "/x[red]trusted", "[link=http://x]y"):
-        object.__setattr__(report, "adopted_from", name)
-        console.print(audit_table(report))
+        console.print(audit_table(replace(report, adopted_from=name)))
         assert f"adopted from {name}" in console.export_text()
 
 

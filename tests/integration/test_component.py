@@ -9,7 +9,7 @@ from typing import Any
 import dagster as dg
 import pytest
 import yaml
-from dagster._core.events import DagsterEvent
+from dagster._core.events import DagsterEvent, StepMaterializationData
 from dagster._core.execution.plan.objects import StepFailureData
 
 from dlac_pipeline.audit.audit import audit_run
@@ -63,6 +63,14 @@ def begun(
     )
 
 
+def tick(instance: dg.DagsterInstance, defs: dg.Definitions, event: DagsterEvent, run_id: str) -> Any:
+    """Return the answer of the recovery sensor to the end of a Dagster run."""
+    run = instance.get_run_by_id(run_id)
+    assert run is not None
+    sensor = defs.get_repository_def().get_sensor_def("recovery_sensor")
+    return sensor(dg.build_run_status_sensor_context(sensor.name, event, instance, run))
+
+
 def test_two_runs_are_two_assets(arena: Arena, instance: dg.DagsterInstance) -> None:
     """Each run has a plan, a model, checks and a history. The plan depends on the asset of the source table."""
     arena.table()
@@ -91,24 +99,24 @@ def test_two_runs_are_two_assets(arena: Arena, instance: dg.DagsterInstance) -> 
 
 @pytest.mark.slow
 def test_launch_overrides_settings_of_file(arena: Arena, instance: dg.DagsterInstance) -> None:
-    """The configuration names them as the job file does. A name that does not exist fails the run with its reason."""
+    """The configuration names them as the job file does. Another filter makes another plan, beside that of the job file."""
     arena.table()
     job = project(arena, "changed").resolve_implicit_global_asset_job_def()
-    subset = job.get_subset(asset_selection={model_key("changed")})
+    subset = job.get_subset(asset_selection={plan_key("changed"), model_key("changed")})
 
     def launched(overrides: dict[str, Any]) -> dg.ExecuteInProcessResult:
         config = {"ops": {"models__changed": {"config": {"overrides": overrides}}}}
         return subset.execute_in_process(instance=instance, run_config=config, raise_on_error=False)
 
-    wrong = launched({"order.batch": 16})
-    assert not wrong.success
-    assert "did you mean 'batch_size'" in str(wrong.get_step_failure_events()[0].event_specific_data)
-    moved = launched({"run": "another"})
-    assert "overrides of other settings than run and lakehouse" in str(
-        moved.get_step_failure_events()[0].event_specific_data
-    )
-    assert launched({"order.batch_size": 80}).success
-    assert [row.step for row in arena.lineage("changed")][-1] == 2000 / 80
+    for wrong, message in (
+        ({"order.batch": 16}, "did you mean 'batch_size'"),
+        ({"run": "another"}, "overrides of other settings than run and lakehouse"),
+    ):
+        [failure] = launched(wrong).get_step_failure_events()
+        assert message in str(failure.event_specific_data)
+    assert launched({"order.batch_size": 80, "source.row_filter": "row_id < 1000"}).success
+    assert [row.step for row in arena.lineage("changed")][-1] == -(-1000 // 80)
+    assert audit_run(arena.lakehouse, "changed").rows_consumed == 1000
 
 
 @pytest.mark.slow
@@ -171,16 +179,11 @@ def test_new_job_file_defers_recovery(arena: Arena, instance: dg.DagsterInstance
     defs = project(arena, "new")
     dead = begun(instance, defs, model_key("new"))
     event = instance.report_run_failed(dead, message="it died")
-
-    def tick() -> Any:
-        sensor = defs.get_repository_def().get_sensor_def("recovery_sensor")
-        return sensor(dg.build_run_status_sensor_context(sensor.name, event, instance, dead))
-
     with arena.monkeypatch.context() as before:
         before.setattr(training_runs_module, "defined_runs", {})
         with pytest.raises(RecoveryDeferred, match=r".'new'. in this code location"):
-            tick()
-    [request] = tick()
+            tick(instance, defs, event, dead.run_id)
+    [request] = tick(instance, defs, event, dead.run_id)
     assert request.asset_selection == [model_key("new")]
 
 
@@ -219,34 +222,6 @@ def test_broken_job_file_is_not_recovered(arena: Arena, instance: dg.DagsterInst
 
 
 @pytest.mark.slow
-def test_finished_training_is_not_recovered(arena: Arena, instance: dg.DagsterInstance) -> None:
-    """One Dagster run trains two runs and dies after the first: the sensor requests a recovery of the second only."""
-    arena.table()
-    defs = project(arena, "first", "second", kinds=[])
-    dead = begun(instance, defs, model_key("first"), model_key("second"))
-    job = defs.resolve_implicit_global_asset_job_def().get_subset(asset_selection={model_key("first")})
-    made = job.execute_in_process(instance=instance)
-    instance.report_dagster_event(made.get_asset_materialization_events()[0], dead.run_id)
-    event = instance.report_run_failed(dead, message="it died")
-    sensor = defs.get_repository_def().get_sensor_def("recovery_sensor")
-    answer: Any = sensor(dg.build_run_status_sensor_context(sensor.name, event, instance, dead))
-    [request] = answer
-    assert request.asset_selection == [model_key("second")]
-
-
-@pytest.mark.slow
-def test_overrides_of_filter_are_planned(arena: Arena, instance: dg.DagsterInstance) -> None:
-    """The plan of the job file differs from the plan of a launch with another filter, even if one Dagster run makes both."""
-    arena.table()
-    job = project(arena, "filtered").resolve_implicit_global_asset_job_def()
-    both = job.get_subset(asset_selection={plan_key("filtered"), model_key("filtered")})
-    overrides = {"source.row_filter": "row_id < 1000"}
-    config = {"ops": {"models__filtered": {"config": {"overrides": overrides}}}}
-    assert both.execute_in_process(instance=instance, run_config=config).success
-    assert audit_run(arena.lakehouse, "filtered").rows_consumed == 1000
-
-
-@pytest.mark.slow
 def test_overrides_do_not_stay(arena: Arena) -> None:
     """Settings in defs.yaml are the same after a launch that overrode some of them."""
     raw = arena.spec("inline", world_size=1).model_dump(mode="json", exclude_none=True)
@@ -273,47 +248,37 @@ def test_folder_leaves_out_conflicting_files(arena: Arena) -> None:
 
 
 def test_innocent_run_is_recovered(arena: Arena, instance: dg.DagsterInstance) -> None:
-    """One Dagster run trains two: the step of one fails for good, then the process dies. The other one is recovered."""
+    """Of three runs of a dead Dagster run one was trained, and one failed for good. The third is recovered."""
     arena.table()
-    defs = project(arena, "guilty", "innocent")
-    dead = begun(instance, defs, model_key("guilty"), model_key("innocent"))
-    why = StepFailureData(None, None)  # type: ignore[no-untyped-call]  # a class without annotations
-    failure = DagsterEvent("STEP_FAILURE", dead.job_name, step_key="models__guilty", event_specific_data=why)
-    instance.report_dagster_event(failure, dead.run_id)
+    names = ("trained", "guilty", "innocent")
+    defs = project(arena, *names)
+    dead = begun(instance, defs, *map(model_key, names))
+    facts: dict[str, Any] = {
+        "ASSET_MATERIALIZATION": StepMaterializationData(dg.AssetMaterialization(model_key("trained"))),
+        "STEP_FAILURE": StepFailureData(None, None),  # type: ignore[no-untyped-call]  # a class without annotations
+    }
+    for (kind, data), name in zip(facts.items(), names, strict=False):
+        event = DagsterEvent(kind, dead.job_name, step_key=f"models__{name}", event_specific_data=data)
+        instance.report_dagster_event(event, dead.run_id)
     instance.add_run_tags(dead.run_id, {NO_RECOVERY_TAG: "ScriptFailed"})
-    event = instance.report_run_failed(dead, message="it died")
-    ended = instance.get_run_by_id(dead.run_id)
-    assert ended is not None
-    sensor = defs.get_repository_def().get_sensor_def("recovery_sensor")
-    answer: Any = sensor(dg.build_run_status_sensor_context(sensor.name, event, instance, ended))
-    assert [request.asset_selection for request in answer] == [[model_key("innocent")]]
+    ended = instance.report_run_failed(dead, message="it died")
+    [request] = tick(instance, defs, ended, dead.run_id)
+    assert request.asset_selection == [model_key("innocent")]
 
 
-def test_wrong_maintenance_job_is_named() -> None:
-    """The error lists the jobs that exist."""
+def test_wrong_attributes_are_named(arena: Arena) -> None:
+    """The code location does not load. The error names the defect, or lists the jobs that exist."""
     with pytest.raises(SpecInvalid, match=r"among .*'verify_job'.*found .'verify'"):
         Recovery(maintenance={"verify": "@daily"}).build_defs()
-
-
-@pytest.mark.parametrize(
-    ("attributes", "message"),
-    [
-        ({"spec_file": "absent.yaml"}, "cannot read the job spec"),
-        ({"spec": {"run": "r"}}, "source"),
-    ],
-)
-def test_bad_spec_is_refused(arena: Arena, attributes: dict[str, Any], message: str) -> None:
-    """The code location does not load, and the error names the defect."""
-    with pytest.raises(SpecInvalid, match=message):
-        TrainingRun(**attributes).build_in(arena.home)
-
-
-def test_spec_has_one_place(arena: Arena) -> None:
-    """A file and settings in defs.yaml exclude each other, and one is needed."""
-    both: dict[str, Any] = {"spec_file": "a.toml", "spec": {}}
-    for attributes in ({}, both):
-        with pytest.raises(ValueError, match="one of spec_file and spec"):
-            TrainingRun(**attributes)
+    wrong: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"spec_file": "absent.yaml"}, SpecInvalid, "cannot read the job spec"),
+        ({"spec": {"run": "r"}}, SpecInvalid, "source"),
+        ({}, ValueError, "one of spec_file and spec"),
+        ({"spec_file": "a.toml", "spec": {}}, ValueError, "one of spec_file and spec"),
+    ]
+    for attributes, error, message in wrong:
+        with pytest.raises(error, match=message):
+            TrainingRun(**attributes).build_in(arena.home)
 
 
 @pytest.mark.slow
@@ -351,9 +316,8 @@ def test_new_snapshot_is_observed_without_runs(arena: Arena, instance: dg.Dagste
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("process", ["old", "new"])
-def test_edited_file_keeps_the_launch(arena: Arena, instance: dg.DagsterInstance, process: str) -> None:
-    """A job file that is edited while a run trains changes neither its checks nor its recovery, also in new processes."""
+def test_edited_file_keeps_the_launch(arena: Arena, instance: dg.DagsterInstance) -> None:
+    """A job file that is edited while a run trains changes neither its checks nor its recovery by a new process."""
     arena.monkeypatch.setattr(training_runs_module, "wrong_job_files", [])
     arena.table()
     defs = project(arena, "edited")
@@ -381,11 +345,7 @@ def test_edited_file_keeps_the_launch(arena: Arena, instance: dg.DagsterInstance
     )
     request = recovery_requested(instance, dead)
     assert isinstance(request, dg.RunRequest)
-    job = (
-        {"old": defs, "new": loaded}[process]
-        .resolve_job_def(RUNS_JOB)
-        .get_subset(asset_selection={model_key("edited")})
-    )
+    job = loaded.resolve_job_def(RUNS_JOB).get_subset(asset_selection={model_key("edited")})
     done = job.execute_in_process(instance=instance, run_config=request.run_config, tags=request.tags)
     assert done.success
     assert {check.passed for check in done.get_asset_check_evaluations()} == {True}

@@ -13,7 +13,6 @@ from dlac_pipeline.dagster import Recovery, TrainingRun, training_runs
 from dlac_pipeline.dagster.components.training_run import build_runs_of
 from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG, PREEMPTED_TAG, RUN_TAG, STEPPED_ASIDE_TAG
 from dlac_pipeline.dagster.sensors import continual
-from dlac_pipeline.dagster.sensors.pending_work import due
 from dlac_pipeline.dagster.training_runs import model_key, plan_key
 from dlac_pipeline.extensions.branches.rewind import rewind_run
 from dlac_pipeline.plan.plan import Plans
@@ -146,19 +145,6 @@ def test_rewound_run_trains_again(arena: Arena, home: Path, instance: dg.Dagster
     assert again.tags["dlac/due"] != request.tags["dlac/due"]
     [new_key] = asked(instance)
     assert new_key != key
-
-
-@pytest.mark.soak
-def test_due_separates_left_from_caught_up(arena: Arena) -> None:
-    """A run that died after a checkpoint has something to train, although no snapshot is new."""
-    arena.table(appends=(600,))
-    spec = arena.spec("left", follow="appends", world_size=1)
-    assert due(arena.lakehouse, spec).reason == "it has no checkpoint yet"
-    arena.train(spec, until=15)
-    left = due(arena.lakehouse, spec)
-    assert (left.needed, left.reason) == (True, "it was left at step 10")
-    arena.train(spec)
-    assert not due(arena.lakehouse, spec).needed
 
 
 ENDED_FOR_GOOD = {

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import fcntl
-import os
 import shutil
 import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,16 +21,6 @@ from dlac_pipeline.checkpoint.store import folder_of
 from dlac_pipeline.lakehouse.errors import StoreUnavailable
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
 from tests.conftest import Arena, wait_until
-
-KILLED = """
-import sys, time
-from pathlib import Path
-from dlac_pipeline.checkpoint.restore.conversion import convert_checkpoint
-def convert(source, target):
-    (target / "part").write_bytes(b"half")
-    time.sleep(600)
-convert_checkpoint(Path(sys.argv[1]), convert)
-"""
 
 FROZEN = """
 import os, signal, sys
@@ -54,12 +42,11 @@ def folder(tmp_path: Path) -> Path:
     return made
 
 
-def copying(calls: list[Path], *, pause_s: float = 0.0) -> Callable[[Path, Path], None]:
+def copying(calls: list[Path]) -> Callable[[Path, Path], None]:
     """A conversion that copies, and notes that it was asked to."""
 
     def convert(source: Path, target: Path) -> None:
         calls.append(target)
-        time.sleep(pause_s)
         shutil.copytree(source, target / "deep")
 
     return convert
@@ -70,13 +57,16 @@ def kept(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder.parent.parent / "converted").iterdir() if path.is_dir())
 
 
-def test_it_is_made_once(folder: Path) -> None:
-    """The second call uses the existing conversion."""
+def test_it_is_made_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The second call uses the existing conversion, without a wait for the lock, even if a frozen process holds it."""
     calls: list[Path] = []
-    first, second = (convert_checkpoint(folder, copying(calls)) for _ in range(2))
-    assert first == second == folder.parent.parent / "converted" / folder.name
-    assert len(calls) == 1
-    assert (first / "deep" / "state").read_bytes() == b"all"
+    made = convert_checkpoint(folder, copying(calls))
+    assert made == folder.parent.parent / "converted" / folder.name
+    with (made.parent / ".lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert convert_checkpoint(folder, copying(calls), patience_s=5.0) == made
+    assert (len(calls), caplog.text) == (1, "")
+    assert (made / "deep" / "state").read_bytes() == b"all"
 
 
 @pytest.mark.parametrize("damage", ["altered", "truncated", "missing", "unrecorded"])
@@ -95,65 +85,49 @@ def test_a_damaged_one_is_made_again(folder: Path, damage: str) -> None:
     assert len(calls) == 2
 
 
+@pytest.fixture
+def frozen(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that is stopped in the middle of a conversion, and killed after a minute: else a failed test would hang."""
+    with subprocess.Popen([sys.executable, "-c", FROZEN, str(folder)]) as process:
+        end = threading.Timer(60.0, process.kill)
+        try:
+            stopped = psutil.STATUS_STOPPED
+            wait_until(lambda: psutil.Process(process.pid).status() == stopped, what="half a conversion")
+            end.start()
+            yield process
+        finally:
+            end.cancel()
+            process.kill()
+
+
 @pytest.mark.soak
-def test_killed_in_the_middle_it_is_made_again(folder: Path) -> None:
+def test_killed_in_the_middle_it_is_made_again(folder: Path, frozen: subprocess.Popen[bytes]) -> None:
     """What a killed process left is not taken for a conversion, and is removed by the next."""
-    process = subprocess.Popen([sys.executable, "-c", KILLED, str(folder)])
-    unfinished = folder.parent.parent / "converted"
-    wait_until(lambda: any(unfinished.glob("*/part")), what="half a conversion")
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+    frozen.kill()
+    frozen.wait()
     (left,) = kept(folder)
     assert left.startswith(".")
     assert (convert_checkpoint(folder, copying([])) / "deep" / "state").read_bytes() == b"all"
     assert kept(folder) == [folder.name]
 
 
-def test_of_two_at_the_same_time_one_waits(folder: Path) -> None:
-    """One makes it, both use it, and nothing else is left."""
-    calls: list[Path] = []
-    with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(lambda _: convert_checkpoint(folder, copying(calls, pause_s=0.3)), range(2))
-    assert first == second
-    assert len(calls) == 1
-    assert kept(folder) == [folder.name]
-
-
 @pytest.mark.soak
-def test_frozen_converter_is_not_awaited(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_frozen_converter_is_not_awaited(
+    folder: Path, frozen: subprocess.Popen[bytes], caplog: pytest.LogCaptureFixture
+) -> None:
     """A frozen process is named, and its work is done beside it. When it resumes it uses that conversion, and leaves nothing."""
-    frozen = subprocess.Popen([sys.executable, "-c", FROZEN, str(folder)])
-    letting_go = threading.Timer(
-        60.0, frozen.kill
-    )  # so that without an end to the waiting this fails, and does not hang
-    try:
-        wait_until(lambda: psutil.Process(frozen.pid).status() == psutil.STATUS_STOPPED, what="half a conversion")
-        letting_go.start()
-        made = convert_checkpoint(folder, copying([]), patience_s=0.2)
-        assert f"process {frozen.pid} on" in caplog.text
-        (half,) = set(kept(folder)) - {folder.name}
-        assert (made.with_name(half) / "part").exists()
-        frozen.send_signal(signal.SIGCONT)
-        assert frozen.wait() == 0
-    finally:
-        letting_go.cancel()
-        frozen.kill()
-        frozen.wait()
+    made = convert_checkpoint(folder, copying([]), patience_s=0.2)
+    assert f"process {frozen.pid} on" in caplog.text
+    (half,) = set(kept(folder)) - {folder.name}
+    assert (made.with_name(half) / "part").exists()
+    frozen.send_signal(signal.SIGCONT)
+    assert frozen.wait() == 0
     assert (made / "deep" / "state").read_bytes() == b"all"
     assert kept(folder) == [folder.name]
 
 
-def test_what_is_there_needs_no_lock(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A finished conversion is used without a wait for the lock, even if a frozen process holds it."""
-    made = convert_checkpoint(folder, copying([]))
-    with (made.parent / ".lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        assert convert_checkpoint(folder, copying([]), patience_s=5.0) == made
-    assert caplog.text == ""
-
-
-def test_who_gets_on_is_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A converter is waited for while it writes, however long it takes."""
+def test_working_converter_is_awaited(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two calls one converts. The other waits while it writes, however long it takes, and uses the same conversion."""
     calls: list[Path] = []
     looks = threading.Semaphore(0)
     real = conversion.file_sizes
@@ -174,7 +148,7 @@ def test_who_gets_on_is_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch
         wait_until(lambda: (folder.parent.parent / "converted").exists() and kept(folder) != [], what="a conversion")
         monkeypatch.setattr(conversion, "file_sizes", sizes)
         assert convert_checkpoint(folder, copying(calls), patience_s=0.05) == making.result()
-    assert len(calls) == 1
+    assert (len(calls), kept(folder)) == (1, [folder.name])
 
 
 def test_a_failure_leaves_nothing(folder: Path) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -107,11 +105,3 @@ def test_a_rank_alone_counts_for_itself(datasets: Datasets) -> None:
     batch = as_batch(next(iter(datasets.open("rows", rank=1, world_size=2))))
     assert (batch.rows, batch.readers) == (8, 2)
     assert batch.mean(torch.ones(4)) == 1
-
-
-def test_importing_it_needs_neither_deepspeed_nor_dagster() -> None:
-    """In a fresh interpreter; transformers and torchdata are not imported either."""
-    heavy = {"deepspeed", "dagster", "transformers", "accelerate", "torchdata"}
-    code = f"import sys, dlac_pipeline; dlac_pipeline.open_dataset; print(sorted({heavy!r} & set(sys.modules)))"
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert said.stdout.strip() == "[]"

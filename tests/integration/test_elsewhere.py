@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -54,6 +55,12 @@ def meeting(spec: JobSpec, **launch: Any) -> JobSpec:
 def lost_after(arena: Arena, seconds: float) -> None:
     """A launch elsewhere is lost when it has been silent for so long."""
     arena.monkeypatch.setattr("dlac_pipeline.supervise.liveness.launch_liveness.LOST_AFTER_S", seconds)
+
+
+def set_clock(arena: Arena, ahead_s: float) -> None:
+    """Let the clock of this node be wrong."""
+    clock = SimpleNamespace(time=lambda: time.time() + ahead_s, monotonic=time.monotonic)
+    arena.monkeypatch.setattr("dlac_pipeline.supervise.liveness.launch_liveness.time", clock)
 
 
 def look(arena: Arena, spec: JobSpec, *, launched_by: str = "", wait_s: float = 0.0, told: bool = False) -> None:
@@ -160,7 +167,7 @@ def test_clock_ahead_fences_no_healthy_run(arena: Arena, spec: JobSpec) -> None:
     healthy = arena.spec("r", table="src.long", every_steps=10_000, pause_s=0.1, passes=5)
     launch = arena.launch(healthy)
     launch.wait_for("training")
-    arena.monkeypatch.setattr("dlac_pipeline.supervise.liveness.launch_liveness.time", Clock(ahead_s=3600.0))
+    set_clock(arena, 3600.0)
     with machine(arena), pytest.raises(RunBusy, match="attempt 1 on node"):
         Supervisor(Request(spec=healthy)).run()
     assert [row.attempt for row in arena.rows("r", ClaimRow)] == [1]
@@ -198,22 +205,7 @@ def test_clock_behind_is_watched_out(arena: Arena, spec: JobSpec) -> None:
     with machine(arena):
         start_attempt(Plans(arena.lakehouse), spec, ClaimRequest())
     lost_after(arena, 2.0)
-    arena.monkeypatch.setattr("dlac_pipeline.supervise.liveness.launch_liveness.time", Clock(ahead_s=-3600.0))
+    set_clock(arena, -3600.0)
     with pytest.raises(RunBusy, match="wait 2 s"):
         look(arena, spec)
     look(arena, spec, wait_s=600.0)
-
-
-class Clock:
-    """The time module on a node whose clock is wrong."""
-
-    def __init__(self, *, ahead_s: float) -> None:
-        self._ahead_s = ahead_s
-
-    def time(self) -> float:
-        """Seconds since the epoch, as this node has them."""
-        return time.time() + self._ahead_s
-
-    def monotonic(self) -> float:
-        """Seconds since this node started."""
-        return time.monotonic()

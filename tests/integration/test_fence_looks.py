@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,7 +15,6 @@ from dlac_pipeline.lakehouse.ledger.commits import claim
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger, RunState
 from dlac_pipeline.launchers import serve
 from dlac_pipeline.spec.launch_request import Request
-from dlac_pipeline.supervise.supervisor import Outcome
 from tests.conftest import wait_until
 
 if TYPE_CHECKING:
@@ -23,21 +22,6 @@ if TYPE_CHECKING:
     from tests.conftest import Arena
 
 RUN = "r1"
-
-
-@dataclass
-class Launched:
-    """A supervisor without ranks."""
-
-    stopped: threading.Event = field(default_factory=threading.Event)
-
-    def run(self) -> Outcome:
-        """Refuse a call: no test makes one."""
-        raise NotImplementedError
-
-    def stop(self) -> None:
-        """Take note."""
-        self.stopped.set()
 
 
 def test_the_fence_is_looked_at_over_one_connection(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,15 +50,16 @@ def test_the_fence_is_looked_at_over_one_connection(arena: Arena, monkeypatch: p
     monkeypatch.setattr(serve, "MARGIN_S", 0.0)
     monkeypatch.setattr(os, "_exit", lambda status: None)
     request = Request(spec=arena.spec(RUN, deadline_s=0.01), launched_by="me", fence_look_s=0.01)
-    launched = Launched()
+    stopped = threading.Event()
+    launched = SimpleNamespace(stop=stopped.set)  # a supervisor without ranks
     watcher = threading.Thread(target=serve.stop_when_replaced, args=(launched, request))
     watcher.start()
     wait_until(lambda: len(looks) >= 3, what="three looks", within_s=120)
     assert len(opened) == 1
     away.set()
     wait_until(lambda: len(opened) == 2, what="another connection", within_s=120)
-    assert not launched.stopped.is_set()
+    assert not stopped.is_set()
     claim(Ledger(arena.lakehouse), RUN, nonce="n2", replaces=1, facts={"launched_by": "another"})
-    assert launched.stopped.wait(120)
+    assert stopped.wait(120)
     watcher.join()
     assert len(opened) == 2

@@ -45,11 +45,11 @@ def check_table(seed: int, root: Path, filters: int) -> None:
         check_filter(case, table, merged, random)
 
 
-@settings(max_examples=5)
+@settings(max_examples=8)
 @given(seed=SEEDS)
 def test_filters_select_oracle_rows(tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
-    """Partitions, metrics, statistics and rows agree with the oracle on 100 filters of 5 tables."""
-    check_table(seed, tmp_path_factory.mktemp("t"), 20)
+    """Partitions, metrics, statistics and rows agree with the oracle on 80 filters of 8 tables."""
+    check_table(seed, tmp_path_factory.mktemp("t"), 10)
 
 
 @pytest.mark.soak

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ import dlac_pipeline as dlac
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.audit.lakehouse_sql import open_audit, rows_of
 from dlac_pipeline.checkpoint.store import folder_of
-from dlac_pipeline.extensions.branches.rewind import rewind_run
 from dlac_pipeline.extensions.erasure.explain import explain_sql
 from dlac_pipeline.extensions.exchange.fork import fork_run
 from dlac_pipeline.extensions.kept_checkpoints.listing import verify_checkpoints
@@ -58,9 +58,7 @@ def checkpoint_at(arena: Arena, run: str, step: int) -> CheckpointRow:
 
 def weights_at_start(arena: Arena, spec: JobSpec) -> dict[str, torch.Tensor]:
     """What a launch of the run restores into a model that was initialized otherwise."""
-    path = arena.home / f"{spec.run}-start.yaml"
-    path.write_text(yaml.safe_dump(spec.model_dump()))
-    with dlac.training_run(path) as run:
+    with arena.training_run(spec) as run:
         model = torch.nn.Linear(4, 1)
         run.restore(dlac.TorchState(model=model))
         return model.state_dict()
@@ -141,22 +139,6 @@ def rows_seen(arena: Arena, connection: duckdb.DuckDBPyConnection, macro: str, t
         [checkpoint],
     )
     return {row_id for (row_id,) in found.fetchall()}
-
-
-@pytest.mark.soak
-def test_rewound_fork_counts_ancestors(arena: Arena) -> None:
-    """Excluded rows that only the run it was forked from was trained on have been seen by the fork as well."""
-    arena.table(appends=(400,))
-    settings: dict[str, Any] = {"world_size": 1, "passes": 1, "every_steps": 3}
-    before = arena.train(arena.spec("a", **settings), until=7)
-    spec = arena.spec("b", seed=4, **settings)
-    fork_run(arena.lakehouse, spec, "a", step=6)
-    after = arena.train(spec, until=7)
-    seen = {row for step, rows in before.items() if step <= 6 for row in rows}
-    seen |= {row for step, rows in after.items() if step <= 3 for row in rows}
-    done = rewind_run(arena.lakehouse, "b", nonce="op", step=3, exclude=["even = true"])
-    assert done.excluded_rows_seen == sum(row % 2 == 0 for row in seen)
-    assert done.clean_step is None
 
 
 def test_forks_that_cannot_be_are_refused(arena: Arena) -> None:
@@ -249,31 +231,24 @@ def test_failed_fork_releases_own_hold(arena: Arena) -> None:
     """A second fork to the same run continues the copy. Once that has begun, every hold for it is released."""
     arena.table(appends=(500,))
     arena.train(arena.spec("a", world_size=1, passes=1))
-    ledger, endings = Ledger(arena.lakehouse), dict[int, BaseException | None]()
+    ledger, stores = Ledger(arena.lakehouse), [AwayInTheEnd(), SlowFiles()]
     name_checkpoint(ledger, "a", "fork:b:dead", step=10)  # of one that was killed
     name_checkpoint(ledger, "a", "fork:c:1234", step=10)  # of one to another run
 
-    def copy(number: int, files: StoreFiles) -> None:
-        endings[number] = None
+    def copy(number: int) -> object:
         spec = arena.spec("b", world_size=1, passes=1, local=str(arena.home / f"host{number}"))
-        try:
-            fork_run(connect(arena.lakehouse.config), spec, "a", step=10, files=files)
-        except BaseException as err:  # told by the test
-            endings[number] = err
+        return fork_run(connect(arena.lakehouse.config), spec, "a", step=10, files=stores[number])
 
-    stores = [AwayInTheEnd(), SlowFiles()]
-    threads = [threading.Thread(target=copy, args=each) for each in enumerate(stores)]
-    for thread, store in zip(threads, stores, strict=True):
-        thread.start()
-        assert store.asked.wait(60)
-    assert len(names(arena, "a")) == 4
-    stores[0].answers.set()
-    threads[0].join()
-    assert isinstance(endings[0], StoreUnavailable)
-    assert len(names(arena, "a")) == 3
-    stores[1].answers.set()
-    threads[1].join()
-    assert endings[1] is None
+    with ThreadPoolExecutor(2) as pool:
+        failing, lasting = pool.submit(copy, 0), pool.submit(copy, 1)
+        assert all(store.asked.wait(60) for store in stores)
+        assert len(names(arena, "a")) == 4
+        stores[0].answers.set()
+        with pytest.raises(StoreUnavailable):
+            failing.result()
+        assert len(names(arena, "a")) == 3
+        stores[1].answers.set()
+        lasting.result()
     assert names(arena, "a") == ["fork:c:1234"]
 
 
@@ -281,32 +256,19 @@ def test_a_run_is_forked_while_it_trains(arena: Arena) -> None:
     """The parent's retention waits for the copy, and retires the checkpoint once it is copied."""
     arena.table(appends=(500, 500, 500))
     spec = arena.spec("a", world_size=1, passes=1, keep_last=1)
-    path = arena.home / "a.yaml"
-    path.write_text(yaml.safe_dump(spec.model_dump()))
-    arena.monkeypatch.setenv("DLAC_HOME", str(arena.home))
     slow, new = SlowFiles(), arena.spec("b", world_size=1, passes=1)
-    failures: list[BaseException] = []
-
-    def copy() -> None:
-        try:
-            fork_run(connect(arena.lakehouse.config), new, "a", step=10, files=slow)
-        except BaseException as err:  # told by the test
-            failures.append(err)
-
-    thread = threading.Thread(target=copy)
-    with dlac.training_run(path) as run:
+    with ThreadPoolExecutor(1) as pool, arena.training_run(spec) as run:
         run.restore(dlac.TorchState(model=torch.nn.Linear(4, 1)))
         for batch in run.batches():
             if batch.step == 15:
-                thread.start()
+                copy = pool.submit(fork_run, connect(arena.lakehouse.config), new, "a", step=10, files=slow)
                 assert slow.asked.wait(60)
             run.step_done(0.0)
             if batch.step == 25:
                 held = checkpoint_at(arena, "a", 10)
                 assert [row.checkpoint_id for row in arena.rows("a", RetireRow)] == []
                 slow.answers.set()
-                thread.join()
-    assert failures == []
+                copy.result()
     wait_until(lambda: not folder_of(held.manifest_uri).exists(), what="the removal of the parent's")
     arena.train(new)
     assert all(verdict.problem is None for verdict in verify_checkpoints(arena.lakehouse, "b"))

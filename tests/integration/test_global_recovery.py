@@ -48,9 +48,16 @@ def test_only_training_materializations_are_recovered(arena: Arena, home: Path, 
     assert answers == []
     model = dagster_run(instance, spec)
     plan = dagster_run(instance, spec, key=plan_key(spec.run))
-    checks = checks_alone(instance, spec)
+    own = dg.define_asset_job("own_job", dg.AssetSelection.assets(model_key(spec.run)))
+    defs = dg.Definitions.merge(project(spec), dg.Definitions(jobs=[own]))
+    alone = {dg.AssetCheckKey(model_key(spec.run), "checkpoint_restorable")}
+    checks_job = defs.resolve_implicit_global_asset_job_def().get_subset(asset_check_selection=alone)
+    started = dg.DagsterRunStatus.STARTED
+    checks, by_own_job = (
+        instance.create_run_for_job(job, status=started) for job in (checks_job, defs.resolve_job_def("own_job"))
+    )
     assert [names_of_training(instance, run) for run in (model, plan, checks)] == [[spec.run], [], []]
-    for run in (model, plan, checks, job_of_a_person(instance, spec)):
+    for run in (model, plan, checks, by_own_job):
         instance.report_run_failed(run, message="it died")
     recovered = []
     for _ in range(4):
@@ -58,23 +65,6 @@ def test_only_training_materializations_are_recovered(arena: Arena, home: Path, 
         recovered += answers
     [request] = recovered
     assert request.tags[RECOVERS_TAG] == model.run_id
-
-
-def checks_alone(instance: dg.DagsterInstance, spec: JobSpec) -> dg.DagsterRun:
-    """A run as *Execute checks* in the UI launches it."""
-    checks = {dg.AssetCheckKey(model_key(spec.run), "checkpoint_restorable")}
-    job = project(spec).resolve_implicit_global_asset_job_def()
-    return instance.create_run_for_job(
-        job.get_subset(asset_check_selection=checks),
-        status=dg.DagsterRunStatus.STARTED,
-    )
-
-
-def job_of_a_person(instance: dg.DagsterInstance, spec: JobSpec) -> dg.DagsterRun:
-    """A run of a person's own job that trains."""
-    job = dg.define_asset_job("own_job", dg.AssetSelection.assets(model_key(spec.run)))
-    defs = dg.Definitions.merge(project(spec), dg.Definitions(jobs=[job]))
-    return instance.create_run_for_job(defs.resolve_job_def("own_job"), status=dg.DagsterRunStatus.STARTED)
 
 
 def look(instance: dg.DagsterInstance, spec: JobSpec, cursor: str | None) -> tuple[str | None, list[dg.RunRequest]]:
@@ -130,24 +120,6 @@ def test_attempt_begun_during_decision_stays(
 
 
 @pytest.mark.soak
-def test_a_second_outage_begins_anew(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
-    """A recovery that was requested in an outage two days ago, and has committed since, died of another one."""
-    spec = left(arena, "twice-away")
-    long_ago = str(time.time() - 172_800)
-    tags = {
-        OUTAGE_TAG: "CatalogUnreachable",
-        "dlac/outage_since": long_ago,
-        "dlac/head": "what it was then",
-        "dlac/recoveries_in_a_row": "1",
-    }
-    dead = dagster_run(instance, spec, DIED, tags=tags)
-    request = recovery_requested(instance, dead)
-    assert isinstance(request, dg.RunRequest)
-    assert float(request.tags["dlac/outage_since"]) > float(long_ago) + 172_000
-    assert request.tags["dlac/recoveries_in_a_row"] == "1"
-
-
-@pytest.mark.soak
 def test_re_executed_run_is_judged_alone(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
     """A re-executed run has the tags of a run that a person has repaired. Only the tags of its own end count."""
     spec = left(arena, "mended")
@@ -173,9 +145,11 @@ def test_re_executed_run_is_judged_alone(arena: Arena, home: Path, instance: dg.
 
 @pytest.mark.soak
 def test_recovery_keeps_settings_and_priority(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
-    """A recovery inherits tags of launchers, teams and priorities, but none about the dead run itself."""
-    spec = left(arena, "tagged")
+    """A recovery inherits tags of launchers, teams and priorities, but none about the dead run, or an outage before its head."""
+    spec, long_ago = left(arena, "tagged"), time.time() - 172_800
     tags = {"team": "vision", "dagster-k8s/config": "{}", "dagster/from_ui": "true", "dlac/due": "x"}
+    tags |= {OUTAGE_TAG: "CatalogUnreachable", "dlac/outage_since": str(long_ago)}
+    tags |= {"dlac/head": "what it was then", "dlac/recoveries_in_a_row": "1"}
     for given, wanted in (({}, "1"), ({"dagster/priority": "7"}, "7")):
         dead = dagster_run(instance, spec, DIED, tags={**tags, **given})
         request = recovery_requested(instance, dead)
@@ -183,6 +157,8 @@ def test_recovery_keeps_settings_and_priority(arena: Arena, home: Path, instance
         assert (request.tags["team"], request.tags["dagster-k8s/config"]) == ("vision", "{}")
         assert request.tags["dagster/priority"] == wanted
         assert not {"dagster/from_ui", "dlac/due"} & set(request.tags)
+        assert float(request.tags["dlac/outage_since"]) > long_ago + 172_000
+        assert request.tags["dlac/recoveries_in_a_row"] == "1"
 
 
 @pytest.mark.slow

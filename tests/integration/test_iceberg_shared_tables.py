@@ -9,7 +9,6 @@ import pyarrow.parquet as pq
 import pytest
 from pyiceberg.table import StaticTable, Table
 
-from dlac_pipeline.lakehouse.errors import UnsupportedColumn
 from dlac_pipeline.lakehouse.iceberg.columns import FileColumns, name_mapping_of
 from dlac_pipeline.lakehouse.iceberg.data_files import live_files, snapshot_schema
 from dlac_pipeline.lakehouse.iceberg.row_groups import row_groups_of
@@ -178,11 +177,3 @@ def test_filters_leave_what_duckdb_leaves(
     left = live_positions(row_groups_of(table, snapshot.snapshot_id, "", exclude=[row_filter]))
     assert found == (sum(map(len, kept.values())),)
     assert sum(map(len, left.values())) == len(rows) - sum(map(len, kept.values()))
-
-
-def test_a_name_mapping_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An early metadata file of that table carries a schema where the mapping should be."""
-    monkeypatch.chdir(TABLES)
-    table = StaticTable.from_metadata("data/persistent/name_mapping/warehouse_1/mydb/t1/metadata/v2.metadata.json")
-    with pytest.raises(UnsupportedColumn, match=r"schema\.name-mapping\.default"):
-        name_mapping_of(table)

@@ -13,8 +13,9 @@ import pytest
         ("dlac_pipeline.extensions.orchestrated.supervisor_process", {"pyiceberg", "pyarrow", "sqlalchemy"}),
         ("jobs.definitions", {"pyiceberg", "pyarrow", "duckdb", "numpy", "torch", "matplotlib"}),
         ("dlac_pipeline.cli.main", {"pyiceberg", "pyarrow", "duckdb", "numpy", "sqlalchemy", "torch", "dagster"}),
+        ("dlac_pipeline.extensions.dataset", {"deepspeed", "dagster", "transformers", "accelerate", "torchdata"}),
     ],
-    ids=["a supervisor", "a supervisor before its request", "a Dagster run", "a command"],
+    ids=["a supervisor", "a supervisor before its request", "a Dagster run", "a command", "a dataset"],
 )
 def test_quick_starts_import_little(module: str, unwanted: set[str]) -> None:
     """Slow imports are left out. A supervisor starts the slow imports of its ranks before it imports the catalog. Each Dagster

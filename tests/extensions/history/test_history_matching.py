@@ -76,14 +76,6 @@ def test_only_chosen_rows_are_matched(table: Table) -> None:
     assert [listed(masks) for masks in match(table, [], new, keys)] == [[], [[]]]
 
 
-def test_a_double_value_is_named(table: Table) -> None:
-    """Two rows of one side with one identity are an error that names value, files and rows."""
-    with pytest.raises(
-        SpecInvalid, match=r"\['flag'\] to tell all rows apart, found \{'flag': (True|False)\} twice in snap"
-    ):
-        match(table, *sides(table), identity_keys(table.schema(), ["flag"]))
-
-
 def test_lists_are_no_identity(table: Table) -> None:
     """Identity columns are of primitive types."""
     with pytest.raises(SpecInvalid, match="'tags' to be of a primitive type, found list<long>"):
