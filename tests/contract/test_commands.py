@@ -133,17 +133,6 @@ def test_command_of_group_is_suggested(name: str, meant: str) -> None:
     assert f"No such command {name!r}. Did you mean {meant!r}?" in CliRunner().invoke(app, [name]).output
 
 
-@pytest.mark.usefixtures("installed")
-def test_groups_are_marked() -> None:
-    """The help of `dlac` tells groups from commands."""
-    core = get_command(app)
-    assert isinstance(core, TyperGroup)
-    groups = [name for name, each in core.commands.items() if isinstance(each, TyperGroup)]
-    assert {"checkpoint", "ledger", "table"} <= {*groups}
-    for name in (*groups, "forget", "passport"):
-        assert any(line.startswith(name) and "  Group: " in line for line in listed()), name
-
-
 def test_commands_are_grouped_with_examples() -> None:
     """The core has at most 24 commands, each in one of five groups. The help of each command has examples that call it."""
     core = get_command(app)

@@ -88,18 +88,16 @@ def content(suffix: str, rows: pa.Table) -> bytes:
     return sink.getvalue()
 
 
-def table_of(arena: Arena, suffix: str) -> Table:
-    """Make the table src.t of two files in a format."""
+def make_table(arena: Arena, *paths: Path) -> Table:
+    """Make the table src.t of these files."""
     table = arena.lakehouse.catalog.create_table("src.t", SCHEMA)
     with table.transaction() as change, change.update_snapshot().fast_append() as append:
-        for number, start in enumerate(range(0, len(ROWS), _FILE)):
-            path = arena.home / f"data-{number}.{suffix}"
-            path.write_bytes(content(suffix, ROWS.slice(start, _FILE)))
+        for path in paths:
             append.append_data_file(
                 DataFile.from_args(
                     content=DataFileContent.DATA,
                     file_path=str(path),
-                    file_format=FileFormat.ORC if suffix == "orc" else FileFormat.PARQUET,
+                    file_format=FileFormat.PARQUET if path.suffix in (".parquet", ".arrow") else FileFormat.ORC,
                     partition=Record(),
                     record_count=_FILE,
                     file_size_in_bytes=path.stat().st_size,
@@ -107,6 +105,14 @@ def table_of(arena: Arena, suffix: str) -> Table:
                 )
             )
     return arena.lakehouse.load("src.t")
+
+
+def table_of(arena: Arena, suffix: str) -> Table:
+    """Make the table src.t of two files in a format."""
+    paths = [arena.home / f"data-{number}.{suffix}" for number in range(len(ROWS) // _FILE)]
+    for number, path in enumerate(paths):
+        path.write_bytes(content(suffix, ROWS.slice(number * _FILE, _FILE)))
+    return make_table(arena, *paths)
 
 
 def test_every_installed_format_is_tested() -> None:
@@ -189,19 +195,8 @@ def test_project_is_made_of_table(arena: Arena, suffix: str) -> None:
 
 def test_unknown_suffix_is_refused(arena: Arena) -> None:
     """A manifest's ORC file whose name no installed format reads ends the plan with the way out."""
-    table = arena.lakehouse.catalog.create_table("src.t", SCHEMA)
-    with table.transaction() as change, change.update_snapshot().fast_append() as append:
-        append.append_data_file(
-            DataFile.from_args(
-                content=DataFileContent.DATA,
-                file_path=str(arena.home / "data.zzz"),
-                file_format=FileFormat.ORC,
-                partition=Record(),
-                record_count=1,
-                file_size_in_bytes=1,
-                spec_id=0,
-            )
-        )
+    (path := arena.home / "data.zzz").touch()
+    make_table(arena, path)
     with pytest.raises(DataFileUnreadable, match=r"suffix of an installed format, found ORC at .*data\.zzz"):
         arena.train(arena.spec("r", world_size=1))
 

@@ -11,13 +11,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from dlac_pipeline.audit.audit import audit_run
-from dlac_pipeline.audit.lakehouse_sql import open_audit
 from dlac_pipeline.cli.main import app
 from dlac_pipeline.extensions.kept_checkpoints.tags import name_checkpoint
 from dlac_pipeline.extensions.look.run_state import run_status
 from dlac_pipeline.extensions.rebuild.rebuild import Rebuilt, rebuild_ledger
 from dlac_pipeline.extensions.upkeep.upkeep import run_upkeep
-from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import (
     BadInput,
     DlacError,
@@ -203,53 +201,12 @@ def test_new_catalog_with_runs(arena: Arena) -> None:
     added = rows_of(arena)
     rebuild(arena)
     after = rows_of(arena)
-    print(
-        {
-            name: (
-                len(after[name]),
-                len(set(after[name])),
-                len(before[name]),
-                len(added[name]),
-                set(after[name]) - {*before[name], *added[name]},
-            )
-            for name in TABLES
-        }
-    )
     assert all(set(after[name]) == {*before[name], *added[name]} for name in TABLES if name != "plans")
     assert len(after["plans"]) == 1  # the same plan, made again
     assert Ledger(arena.lakehouse).table_uuid == uuid
     kept = {each.table: each.busy for each in run_upkeep(arena.lakehouse)}
     assert kept == dict.fromkeys({*TABLES, *kept}, False)
     assert all(audit_run(arena.lakehouse, run).exact for run in ("r", "other", "new"))
-
-
-def test_last_append_from_manifest(trained: Arena) -> None:
-    """The last entries and the ledger were lost: a manifest has the rows of the checkpoint, and the tag after it is named."""
-    before = trained.lakehouse.read_own("consumption").to_pylist()
-    last = max(row["seq"] for row in before if row["kind"] == "checkpoint" and row["run"] == "r")
-    kept = {path: path.read_bytes() for path in sorted((journal_of(trained) / "r").iterdir()) if int(path.stem) >= last}
-    for path in kept:
-        path.unlink()
-    lose_table(trained)
-    problems = {run.run: run.problem for run in rebuild(trained).runs}
-    assert problems["other"] == ""
-    assert f"found none with seq [{last + 1}]" in problems["r"]
-    after = trained.lakehouse.read_own("consumption").to_pylist()
-
-    def comparable(rows: list[dict[str, object]]) -> list[str]:
-        plain = [{k: v for k, v in row.items() if k not in SET_BY_COMMIT} for row in rows if row["kind"] != "name"]
-        return sorted(map(repr, plain))
-
-    assert comparable(after) == comparable(before)
-    assert audit_run(trained.lakehouse, "r").exact
-    with open_audit(trained.lakehouse) as connection:  # a manifest does not repeat the phases of its checkpoint
-        costs = connection.execute("SELECT seq FROM checkpoint_costs WHERE run = 'r' ORDER BY seq").fetchall()
-    seqs = sorted(row["seq"] for row in before if row["kind"] == "checkpoint" and row["run"] == "r")
-    assert [seq for (seq,) in costs] == seqs[:-1]
-    for path, content in kept.items():
-        path.write_bytes(content)
-    lose_table(trained)
-    rebuild(trained)
 
 
 def test_lost_manifest_is_reported(trained: Arena) -> None:
@@ -313,14 +270,15 @@ def test_damaged_table_needs_whole_journal(trained: Arena) -> None:
     assert rows_of(trained) == before
 
 
-def test_live_launch_refuses_rebuild(trained: Arena) -> None:
-    """A launch that holds the lock of its run may commit at any moment."""
+def test_live_launch_refuses_rebuild(trained: Arena, tmp_path: Path) -> None:
+    """A launch that holds the lock of its run may commit at any moment. Then a copy of the journal rebuilds the ledger, too."""
     before = rows_of(trained)
+    copy = shutil.copytree(journal_of(trained), tmp_path / "copy")
     lose_hour(trained)
     local = str(trained.home / "checkpoints")
     with run_lock(local, "r", wait_s=0, takeover=False), pytest.raises(RunBusy, match="nothing was changed"):
         rebuild(trained)
-    rebuild(trained)
+    rebuild(trained, journal=copy.as_uri())
     assert rows_of(trained) == before
 
 
@@ -334,30 +292,6 @@ def test_wrong_journal_is_refused(trained: Arena, tmp_path: Path) -> None:
         rebuild_ledger(connect(trained.config.at_home(tmp_path), damaged=True))
     assert files_of(trained) == before
     assert not rebuild(trained, dry_run=True).runs[0].missing
-
-
-def test_journal_elsewhere_is_read(trained: Arena, tmp_path: Path) -> None:
-    """A copy of the journal rebuilds the ledger, too."""
-    before = rows_of(trained)
-    copy = shutil.copytree(journal_of(trained), tmp_path / "copy")
-    lose_hour(trained)
-    rebuild(trained, journal=copy.as_uri())
-    assert rows_of(trained) == before
-
-
-def test_copied_lakehouse_is_rebuilt(trained: Arena, tmp_path: Path) -> None:
-    """A copy writes a separate journal, and is rebuilt from it with the recorded addresses."""
-    home = shutil.copytree(trained.home, tmp_path / "copy")
-    before = files_of(trained)
-    name_checkpoint(Ledger(connect(LakehouseConfig().at_home(home))), "r", "copied", step=30)
-    copy = connect(LakehouseConfig().at_home(home))
-    rows = sorted(map(repr, copy.read_own("consumption").to_pylist()))
-    Path(copy.relocation.uri_here(copy.own("consumption").metadata_location).removeprefix("file://")).unlink()
-    rebuild_ledger(connect(LakehouseConfig().at_home(home), damaged=True))
-    copy = connect(LakehouseConfig().at_home(home))
-    assert sorted(map(repr, copy.read_own("consumption").to_pylist())) == rows
-    assert run_status(copy, "r")["step"] == 80
-    assert files_of(trained) == before
 
 
 def test_older_ledger_gets_journal(trained: Arena) -> None:
@@ -376,8 +310,8 @@ def test_older_ledger_gets_journal(trained: Arena) -> None:
 
 def test_maintenance_keeps_journal(arena: Arena) -> None:
     """Retention, merges, expiry and the removal of orphans leave each entry as it is."""
-    arena.table()
-    arena.train(arena.spec("r", world_size=1, passes=2, every_steps=4, keep_last=1))
+    arena.table(appends=(640,))
+    arena.train(arena.spec("r", world_size=1, passes=1, every_steps=2, keep_last=1))
     before = {path: path.read_bytes() for path in (journal_of(arena) / "r").iterdir()}
     done = {each.table: each for each in run_upkeep(arena.lakehouse, keep=1)}["consumption"]
     assert done.merged_files > 0
@@ -390,16 +324,16 @@ def test_maintenance_keeps_journal(arena: Arena) -> None:
 
 def test_unwritable_journal_fails_no_commit(arena: Arena, caplog: pytest.LogCaptureFixture) -> None:
     """What the journal cannot take is logged once, and written by the next claim."""
-    arena.table()
-    spec = arena.spec("r", world_size=1, passes=1)
+    arena.table(appends=(640,))
+    spec = arena.spec("r", world_size=1, passes=1, every_steps=2)
     arena.monkeypatch.setattr(journals, "WARNED", set())
     journal_of(arena).parent.mkdir()
     journal_of(arena).write_text("a file in the place of the folder")
-    arena.train(spec, until=45)
+    arena.train(spec, until=9)
     assert [record.message for record in caplog.records if "journal" in record.message][1:] == []
     assert "the append is committed" in caplog.text
     journal_of(arena).unlink()
-    arena.train(spec, until=55)
+    arena.train(spec, until=11)
     entries = Journal.of(arena.lakehouse.own("consumption")).entries("r")
     assert entries["r"].keys() == Ledger(arena.lakehouse).appends()["r"]
     assert audit_run(arena.lakehouse, "r").exact
@@ -408,10 +342,7 @@ def test_unwritable_journal_fails_no_commit(arena: Arena, caplog: pytest.LogCapt
 @needs_seaweedfs
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("entries_lost", [0, 1])
-def test_served_ledger_is_rebuilt(
-    kind: str, entries_lost: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_served_ledger_is_rebuilt(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A REST catalog, or PostgreSQL, with a warehouse in an object store: a manifest list or the table is lost, and rebuilt."""
     with served_lakehouse(kind, tmp_path) as served:
         (tmp_path / "home").mkdir()
@@ -422,9 +353,8 @@ def test_served_ledger_is_rebuilt(
         table = arena.lakehouse.own("consumption")
         journal = Journal.of(table)
         wait_until(lambda: len(journal.entries("r")["r"]) == 4, what="the entries")
-        before, uuid = rows_of(arena), Ledger(arena.lakehouse).table_uuid
-        for seq in range(5 - entries_lost, 5):
-            table.io.delete(journal.address_of(journal.entries("r")["r"][seq]))
+        uuid = Ledger(arena.lakehouse).table_uuid
+        table.io.delete(journal.address_of(journal.entries("r")["r"][4]))
         if kind == "postgres":
             arena.lakehouse.catalog.drop_table("dlac.consumption")
         else:  # this server deletes all files of a table that is dropped
@@ -432,7 +362,6 @@ def test_served_ledger_is_rebuilt(
             assert snapshot is not None
             table.io.delete(snapshot.manifest_list)
         rebuild(arena)
-        assert entries_lost or rows_of(arena) == before
         assert Ledger(arena.lakehouse).table_uuid == uuid
         assert audit_run(arena.lakehouse, "r").exact
         assert min(arena.train(spec)) == 31

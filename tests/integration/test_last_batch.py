@@ -76,22 +76,18 @@ def test_last_batch_is_dropped_or_padded(uneven: Datasets) -> None:
     assert int(last["dlac"]["valid"].sum()) == 5
 
 
-@pytest.mark.parametrize(
-    "kind", ["packed", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("mixed", "transformed"))]
-)
-def test_streamed_batches_hold_samples_only(datasets: Datasets, kind: str) -> None:
-    """Key groups of packed, mixed and transformed data end apart: every batch without its empty slots, the padded ones else."""
-    padded = seen(datasets.open(kind, last_batch="pad"))
-    name = "row_id" if kind == "transformed" else "tokens"
+def test_streamed_batches_hold_samples_only(datasets: Datasets) -> None:
+    """Key groups of packed data end apart: every batch without its empty slots, the padded ones else."""
+    padded = seen(datasets.open("packed", last_batch="pad"))
     assert not all(all(batch["dlac"]["valid"]) for batch in padded)
     for workers in (0, 2):
-        found = seen(datasets.open(kind).loader(num_workers=workers))
+        found = seen(datasets.open("packed").loader(num_workers=workers))
         for batch, full in zip(found, padded, strict=True):
-            kept = [row for row, valid in zip(full[name], full["dlac"]["valid"], strict=True) if valid]
-            assert batch[name] == kept
+            kept = [row for row, valid in zip(full["tokens"], full["dlac"]["valid"], strict=True) if valid]
+            assert batch["tokens"] == kept
             assert batch["dlac"]["rows"] == full["dlac"]["rows"] == len(kept)
             assert batch["dlac"]["cursors"] == full["dlac"]["cursors"]
-        dropped = seen(datasets.open(kind, last_batch="drop").loader(num_workers=workers))
+        dropped = seen(datasets.open("packed", last_batch="drop").loader(num_workers=workers))
         assert dropped == [batch for batch in found if batch["dlac"]["rows"] == 8]
 
 
@@ -121,7 +117,7 @@ def test_ragged_and_nullable_columns_are_cut_together(uneven: Datasets) -> None:
     assert len(last["tokens.offsets"]) == len(last["text.offsets"]) == 6
 
 
-@pytest.mark.parametrize("policy", ["partial", "drop", pytest.param("pad", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("policy", ["partial", "drop"])
 def test_resuming_before_the_last_batch(uneven: Datasets, policy: str) -> None:
     """From the last batches and from the end, as often as it is resumed, at another number of ranks: the rest follows."""
     whole = seen(uneven.open(table="src.c", passes=1, last_batch=policy))
@@ -139,20 +135,6 @@ def test_resuming_before_the_last_batch(uneven: Datasets, policy: str) -> None:
         ]
         both = [[*left["row_id"], *right["row_id"]] for left, right in zip(*parts, strict=True)]
         assert both == [batch["row_id"] for batch in whole[cut:]]
-
-
-def test_stateful_loader_resumes_in_last_batch(uneven: Datasets) -> None:
-    """Workers' own states before and after the last, shorter batch."""
-    whole = ids(uneven.open(table="src.c", passes=1))
-    for cut in (37, 38):
-        loader = stateful(uneven.open(table="src.c", passes=1), 2)
-        before = list(islice(loader, cut))
-        state = loader.state_dict()
-        end(loader)
-        loader = stateful(uneven.open(table="src.c", passes=1), 2)
-        loader.load_state_dict(state)
-        assert ids(before) + ids(loader) == whole
-        end(loader)
 
 
 def test_state_binds_last_batch(uneven: Datasets) -> None:

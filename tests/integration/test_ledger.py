@@ -1,8 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -24,7 +23,6 @@ from dlac_pipeline.lakehouse.ledger.commits import (
 from dlac_pipeline.lakehouse.ledger.ledger import Append, Ledger, RunState
 from dlac_pipeline.lakehouse.ledger.run_rows import Fence, out_of, restorable_rows
 from dlac_pipeline.lakehouse.ledger.typed_rows import (
-    HEAD_KINDS,
     AdvanceRow,
     CheckpointRow,
     ClaimRow,
@@ -55,7 +53,7 @@ def checkpoint(ledger: Ledger, attempt: Attempt, name: str, parent: str | None) 
 
 
 def test_a_run_from_claim_to_finish(arena: Arena) -> None:
-    """Every append has the next seq, names the resulting head in all its rows, and `finish` closes the run."""
+    """Every append has the next seq, names the resulting head in all its rows, and `finish` leaves no property."""
     ledger = Ledger(arena.lakehouse)
     assert not ledger.state(RUN).exists
     attempt = claimed(ledger)
@@ -72,6 +70,7 @@ def test_a_run_from_claim_to_finish(arena: Arena) -> None:
         (4, "finish", 1, "b"),
     ]
     assert ledger.state(RUN).finished
+    assert not [name for name in arena.lakehouse.own("consumption").properties if name.startswith("dlac.fence")]
     assert ledger.runs() == [RUN]
     with pytest.raises(RunFinished, match="'b'"):
         claimed(ledger, "n2", replaces=1)
@@ -90,13 +89,6 @@ def test_the_fence_is_rebuilt_from_rows(arena: Arena) -> None:
     assert rebuilt.fence == before.fence == Fence(attempt=2, nonce="n2", seq=3, head="a")
     checkpoint(ledger, Attempt(run=RUN, number=2, nonce="n2"), "b", "a")
     assert f"dlac.fence.{RUN}" in ledger.state(RUN).table.properties
-
-
-def test_finishing_drops_the_fence_property(arena: Arena) -> None:
-    """Finished runs leave nothing in the table's properties, whether or not the property was there."""
-    ledger = Ledger(arena.lakehouse)
-    finish(ledger, claimed(ledger), step=0)
-    assert [name for name in arena.lakehouse.own("consumption").properties if name.startswith("dlac.fence")] == []
 
 
 def test_runs_do_not_see_each_other(arena: Arena) -> None:
@@ -211,12 +203,9 @@ def test_decision_repeats_after_other_rows(arena: Arena) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("known", [False, True], ids=["empty ledger", "other rows"])
-def test_expired_history_is_decided_again(arena: Arena, known: bool) -> None:
+def test_expired_history_is_decided_again(arena: Arena) -> None:
     """A claim that is late by a whole run, which was claimed, finished and pushed out of the history, is refused."""
     ledger, others = Ledger(arena.lakehouse), Ledger(arena.lakehouse)
-    if known:
-        claim(others, "another", nonce="n", replaces=0)
     looks: list[bool] = []
 
     def decide(state: RunState) -> Append | None:
@@ -232,25 +221,6 @@ def test_expired_history_is_decided_again(arena: Arena, known: bool) -> None:
         ledger.append(RUN, decide)
     assert looks == [False, True]
     assert [row.kind for row in ledger.rows(RUN)] == ["claim", "finish"]
-
-
-@pytest.mark.soak
-def test_merge_keeps_decision(arena: Arena) -> None:
-    """It moves no row."""
-    ledger, others = Ledger(arena.lakehouse), Ledger(arena.lakehouse)
-    claimed(ledger)
-    for number in range(8):
-        others.append(RUN, partial(_named, name=f"c{number}"))
-    looks: list[int] = []
-
-    def decide(state: RunState) -> Append | None:
-        looks.append(state.fence.seq)
-        assert compact(arena.lakehouse).files == 9
-        return _named(state, "mine")
-
-    assert ledger.append(RUN, decide).fence.seq == 10
-    assert looks == [9]
-    assert [row.seq for row in ledger.rows(RUN)] == list(range(1, 11))
 
 
 def _named(state: RunState, name: str) -> Append:
@@ -294,21 +264,3 @@ def test_rows_between_are_noticed(arena: Arena) -> None:
     with pytest.raises(RowsBetween, match="expected 2 to be the last seq of run 'r1', found 3"):
         commit_checkpoint(ledger, attempt, checkpoint_id="b", parent="a", rows=rows, seq=2)
     assert commit_checkpoint(ledger, attempt, checkpoint_id="b", parent="a", rows=rows, seq=3).fence.head == "b"
-
-
-def test_reads_of_snapshot_share_rows(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of a snapshot that was read before are not parsed again. A read after an append by others has its rows."""
-    ledger, parsed = Ledger(arena.lakehouse), list[int]()
-    claimed(ledger)
-
-    def parse(table: Any) -> list[LedgerRow]:
-        parsed.append(table.num_rows)
-        return parse_rows(table)
-
-    monkeypatch.setattr(ledgers, "parse_rows", parse)
-    ledger.rows(RUN, kinds=HEAD_KINDS).clear()  # the caller owns the list
-    assert [row.attempt for row in ledger.rows(RUN, kinds=HEAD_KINDS)] == [1]
-    assert parsed == [1]
-    claimed(Ledger(connect(arena.lakehouse.config)), "n2", replaces=1)
-    assert [row.attempt for row in ledger.rows(RUN, kinds=HEAD_KINDS)] == [1, 2]
-    assert ledger.rows("another", kinds=HEAD_KINDS) == []

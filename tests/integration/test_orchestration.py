@@ -93,39 +93,6 @@ def test_run_without_heartbeat_is_lost_later(
         assert statuses() == [dg.DagsterRunStatus.FAILURE] * 2
 
 
-@pytest.mark.soak
-def test_run_dead_before_heartbeat_is_lost(
-    arena: Arena, home: Path, instance: dg.DagsterInstance, tmp_path: Path
-) -> None:
-    """Its process has ended, or the code server before there was one; one that is only slow to import is waited for."""
-    (home / FILE).write_text("[recovery]\ngone_after_s = 0\nlost_after_s = 600\n")
-    spec, servers = (
-        arena.spec("unborn"),
-        {"alive": socket.socket(socket.AF_UNIX), "dead": socket.socket(socket.AF_UNIX)},
-    )
-    for name, server in servers.items():
-        server.bind(str(tmp_path / name))
-        server.listen()
-    servers["dead"].close()
-
-    def launched(server: str, pid: int | None) -> dg.DagsterRun:
-        info = {".dagster/grpc_info": json.dumps({"socket": str(tmp_path / server)})}
-        run = dagster_run(instance, spec, dg.DagsterRunStatus.STARTING, tags=info)
-        if pid is not None:
-            instance.report_engine_event("Started", run, EngineEventData.in_process(pid))
-        return run
-
-    with subprocess.Popen(["true"]) as ended:
-        ended.wait()
-    waited = [launched("alive", None), launched("dead", os.getpid()), launched("elsewhere", None)]
-    lost = [launched("dead", None), launched("alive", ended.pid)]
-    look(instance, None)
-    servers["alive"].close()
-    found = [instance.get_run_by_id(run.run_id) for run in (*waited, *lost)]
-    statuses = [run.status for run in found if run]
-    assert statuses == [dg.DagsterRunStatus.STARTING] * 3 + [dg.DagsterRunStatus.FAILURE] * 2
-
-
 def look(instance: dg.DagsterInstance, cursor: str | None) -> tuple[str | None, str]:
     """Evaluate the sensor once. Return its new cursor and its messages."""
     context = dg.build_sensor_context(instance=instance, cursor=cursor)

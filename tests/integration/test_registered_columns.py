@@ -172,42 +172,27 @@ def test_field_ids_are_ignored(arena: Arena, tmp_path: Path) -> None:
     assert values_of(arena.lakehouse) == {"a": [1, 10], "b": [2, 20]}
 
 
-def contradict(folder: Path) -> None:
-    """Write a column of numbers as texts."""
-    write(folder / "b.parquet", {"row_id": [1], "n": ["x"]})
-
-
-def nest(folder: Path) -> None:
-    """Write a column of numbers as lists."""
-    write(folder / "b.parquet", {"row_id": [1], "n": [[1]]})
-
-
-def use_unsigned(folder: Path) -> None:
-    """Write a column of the table in a type that Iceberg has not."""
-    write(folder / "b.parquet", {"row_id": [1], "n": pa.array([1], pa.uint64())})
-
-
-def add_key(folder: Path) -> None:
-    """Write a file into a folder with a key that the table has not."""
-    write(folder / "day=1/b.parquet", {"row_id": [1], "n": [1]})
-
-
 @pytest.mark.parametrize(
-    ("prepare", "error", "message"),
+    ("name", "n", "error", "message"),
     [
-        (contradict, SpecInvalid, r"one type of column 'n'.*found string in '.*b\.parquet' and long in the table"),
-        (nest, SpecInvalid, r"one type of column 'n'.*found list<long> in '.*b\.parquet' and long in the table"),
-        (use_unsigned, UnsupportedColumn, r"column 'n' of the table in '.*b\.parquet' as long, found that .*uint64"),
-        (add_key, SpecInvalid, r"partition keys.*\[\] for the table and \['day'\] for '.*b\.parquet'"),
+        ("b", ["x"], SpecInvalid, r"one type of column 'n'.*found string in '.*b\.parquet' and long in the table"),
+        ("b", [[1]], SpecInvalid, r"one type of column 'n'.*found list<long> in '.*b\.parquet' and long in the table"),
+        (
+            "b",
+            pa.array([1], pa.uint64()),
+            UnsupportedColumn,
+            r"column 'n' of the table in '.*b\.parquet' as long, found that .*uint64",
+        ),
+        ("day=1/b", [1], SpecInvalid, r"partition keys.*\[\] for the table and \['day'\] for '.*b\.parquet'"),
     ],
 )
 def test_later_contradiction_is_refused(
-    arena: Arena, tmp_path: Path, prepare: Any, error: type[DlacError], message: str
+    arena: Arena, tmp_path: Path, name: str, n: Any, error: type[DlacError], message: str
 ) -> None:
     """A second registration that contradicts the table names file and column, and adds no file."""
     write(tmp_path / "pages/a.parquet", {"row_id": [0], "n": [7]})
     first = registered(arena, tmp_path / "pages")
-    prepare(tmp_path / "pages")
+    write(tmp_path / f"pages/{name}.parquet", {"row_id": [1], "n": n})
     with pytest.raises(error, match=message):
         registered(arena, tmp_path / "pages")
     head = arena.lakehouse.load("docs.pages").current_snapshot()

@@ -1,9 +1,12 @@
-"""Checkpoints in an object store: committed, fetched, retired and removed there, and a network that fails."""
+"""Checkpoints and tables in an object store and in a REST catalog: whole runs, and a network or server that fails."""
 
 from __future__ import annotations
 
 import shutil
 import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pyarrow.fs as pafs
@@ -20,8 +23,9 @@ from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow
 from dlac_pipeline.spec.job_spec import JobSpec
 from tests.conftest import Arena, wait_until
-from tests.integration.test_cli import dlac as dlac_command
+from tests.fixtures import Command
 from tests.object_store import Network, ObjectStore
+from tests.seaweedfs import SeaweedFS, needs_seaweedfs, seaweedfs
 
 
 def remote(
@@ -61,7 +65,7 @@ def test_run_resumes_from_store_alone(arena: Arena, store: ObjectStore) -> None:
     assert [(verdict.checkpoint.step, verdict.problem) for verdict in verdicts] == [(15, None), (10, None), (5, None)]
 
 
-def test_damage_in_the_bucket_is_found(arena: Arena, store: ObjectStore) -> None:
+def test_damage_in_the_bucket_is_found(arena: Arena, store: ObjectStore, here: Command) -> None:
     """An object that was altered, and one that is gone, are named with their addresses, on the command line too."""
     spec = remote(arena, store)
     arena.train(spec, until=13)
@@ -72,23 +76,10 @@ def test_damage_in_the_bucket_is_found(arena: Arena, store: ObjectStore) -> None
         stream.write(b"something else")
     store.files.delete_file(second)
     path = arena.home / "r1.yaml"
-    done = dlac_command("checkpoint", "verify", "r1", "--spec", str(path), home=arena.home)
+    done = here("checkpoint", "verify", "r1", "--spec", str(path), home=arena.home)
     assert done.returncode == 1
     assert f"bytes in 's3://{first}', found 14" in done.stdout
     assert f"'s3://{second}' of a committed checkpoint, found none" in done.stdout
-
-
-@pytest.mark.soak
-def test_retired_checkpoints_leave_bucket(arena: Arena, store: ObjectStore) -> None:
-    """Objects of retired checkpoints go, and what an attempt that was replaced had copied and never committed."""
-    spec = remote(arena, store, keep_last=1)
-    arena.train(spec, until=8)
-    nonce = arena.rows("r1", ClaimRow)[0].nonce
-    with store.files.open_output_stream(f"lake/checkpoints/r1/attempt-0001/step-000000099-{nonce}/rng.pt") as stream:
-        stream.write(b"staged, never committed")
-    arena.train(spec)
-    wait_until(lambda: {name.split("/")[0] for name in objects(store)} == {"15"}, what="the removal")
-    assert audit_run(arena.lakehouse, "r1").exact
 
 
 def train(arena: Arena, spec: JobSpec, at: dict[int, Any]) -> None:
@@ -101,10 +92,9 @@ def train(arena: Arena, spec: JobSpec, at: dict[int, Any]) -> None:
             run.step_done(0.0)
 
 
-@pytest.mark.parametrize("mode", [pytest.param("synchronous", marks=pytest.mark.soak), "asynchronous"])
-def test_a_network_that_is_cut_is_waited_for(arena: Arena, store: ObjectStore, network: Network, mode: str) -> None:
+def test_a_network_that_is_cut_is_waited_for(arena: Arena, store: ObjectStore, network: Network) -> None:
     """Cut in the middle of a run and mended after a while: the checkpoint that was due is committed then."""
-    spec = remote(arena, store, network.url, mode=mode)
+    spec = remote(arena, store, network.url, mode="asynchronous")
 
     def cut() -> None:
         network.cut()
@@ -117,10 +107,9 @@ def test_a_network_that_is_cut_is_waited_for(arena: Arena, store: ObjectStore, n
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["synchronous", pytest.param("asynchronous", marks=pytest.mark.soak)])
-def test_dead_store_ends_run_at_checkpoint(arena: Arena, store: ObjectStore, network: Network, mode: str) -> None:
+def test_dead_store_ends_run_at_checkpoint(arena: Arena, store: ObjectStore, network: Network) -> None:
     """After the deadline the run ends with a status that names the address. With the store back it resumes exactly."""
-    spec = remote(arena, store, network.url, mode=mode)
+    spec = remote(arena, store, network.url, mode="synchronous")
     arena.monkeypatch.setattr(checkpoint_store, "DEADLINE_S", 2.0)
 
     def cut() -> None:
@@ -150,9 +139,78 @@ def test_missing_bucket_is_named_at_once(arena: Arena, store: ObjectStore) -> No
 
 
 @pytest.mark.soak
-def test_verify_finds_store_of_run(arena: Arena, store: ObjectStore) -> None:
+def test_verify_finds_store_of_run(arena: Arena, store: ObjectStore, here: Command) -> None:
     """Endpoint and credentials stand in the spec that the run was launched with, not in the lakehouse."""
     spec = remote(arena, store)
     assert arena.launch(spec).wait() == 0
-    done = dlac_command("checkpoint", "verify", "r1", home=arena.home)
+    done = here("checkpoint", "verify", "r1", home=arena.home)
     assert (done.returncode, done.stdout.splitlines()[0]) == (0, "step 15: whole"), done.stdout
+
+
+def test_warehouse_outage_is_awaited(store: ObjectStore, network: Network, tmp_path: Path) -> None:
+    """A look at the ledger reports the outage. An append is repeated until the store is back, and lands once."""
+    lakehouse = connect(
+        LakehouseConfig(warehouse="s3://lake/warehouse", properties=store.properties(network.url)).at_home(tmp_path)
+    )
+    ledger = Ledger(lakehouse)
+    claim(ledger, "r", nonce="n", replaces=0)
+    network.cut()
+    with pytest.raises(CatalogUnreachable, match="warehouse"):
+        ledger.rows("r")
+    mends = threading.Timer(2.0, network.mend)
+    mends.start()
+    name_row = NameRow(name="kept")
+    ledger.append("r", lambda state: Append(rows=[name_row], fence=replace(state.fence, seq=2)))
+    mends.join()
+    assert [row.kind for row in ledger.rows("r")] == ["claim", "name"]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedFS]:
+    """Catalog and store of this module's tests."""
+    with seaweedfs(tmp_path_factory.mktemp("seaweedfs")) as running:
+        yield running
+
+
+@pytest.fixture
+def served(server: SeaweedFS, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Arena]:
+    """A lakehouse in the catalog, without files on this node."""
+    (tmp_path / "home").mkdir()
+    made = Arena(tmp_path / "home", monkeypatch, server.lakehouse("dlac"))
+    yield made
+    made.close()
+    for name in made.lakehouse.catalog.list_tables("src") + made.lakehouse.catalog.list_tables("dlac"):
+        made.lakehouse.catalog.drop_table(name)
+
+
+@needs_seaweedfs
+def test_run_resumes_on_rest_catalog(served: Arena, server: SeaweedFS) -> None:
+    """Each step runs on the servers alone: plan, pin, training, resume without local files, audit and upkeep."""
+    served.table()
+    spec = served.spec(
+        "rested", world_size=1, passes=1, store="s3://store/checkpoints", store_properties=server.properties
+    )
+    before = served.train(spec, until=25)
+    shutil.rmtree(spec.checkpoint.local)
+    after = served.train(spec)
+    repeated = before.keys() & after.keys()
+    assert repeated == {21, 22, 23, 24}
+    assert all(before[step] == after[step] for step in repeated)
+    assert audit_run(served.lakehouse, "rested").exact
+    done = {each.table: each for each in run_upkeep(served.lakehouse, keep=1)}
+    assert done["consumption"].expired_snapshots > 0
+    assert audit_run(served.lakehouse, "rested").exact
+
+
+@needs_seaweedfs
+def test_rest_outage_is_awaited(served: Arena, server: SeaweedFS) -> None:
+    """The server is killed and started again. An append is repeated until it answers."""
+    served.table()
+    served.train(served.spec("waits", world_size=1, passes=1), until=15)
+    ledger = Ledger(served.lakehouse)
+    server.kill()
+    restart = threading.Timer(2.0, server.start)
+    restart.start()
+    name_checkpoint(ledger, "waits", "kept")
+    restart.join()
+    assert [row.kind for row in ledger.rows("waits")][-1] == "name"

@@ -1,17 +1,18 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pytest
 import torch
-import yaml
 
-from dlac_pipeline import training_run
+import dlac_pipeline as dlac
+from dlac_pipeline.checkpoint.engines import TorchState
 from dlac_pipeline.checkpoint.manifest import content_digest, read_manifest, verify_files
 from dlac_pipeline.checkpoint.store import MANIFEST, folder_of
 from dlac_pipeline.extensions.branches.rewind import rewind_run
@@ -19,9 +20,7 @@ from dlac_pipeline.lakehouse.errors import (
     CheckpointDamaged,
     CursorMismatch,
     FormatTooNew,
-    NoRestorableCheckpoint,
     ResumeMismatch,
-    RunFinished,
     ScriptInvalid,
     SpecInvalid,
     StoreUnavailable,
@@ -87,7 +86,7 @@ DAMAGES = ["flipped bit", "truncated", "missing", "swapped", "manifest altered",
 
 
 def test_damage_is_detected_and_named(arena: Arena, spec: JobSpec, tmp_path: Path) -> None:
-    """A checkpoint with a damaged file or manifest does not verify, and the error names a damaged file."""
+    """A checkpoint with a damaged file or manifest does not verify, and the error names the file. A newer format is no damage."""
     arena.train(spec, until=8)
     row = newest(arena)
     folder = folder_of(row.manifest_uri)
@@ -100,6 +99,12 @@ def test_damage_is_detected_and_named(arena: Arena, spec: JobSpec, tmp_path: Pat
         named = [path.name] if how != "swapped" else [found.name for found in files(row)]
         assert any(name in str(caught.value) for name in named), how
         shutil.copytree(tmp_path / "undamaged", folder, dirs_exist_ok=True)
+    manifest = read_manifest(row.manifest_uri, row.manifest_digest, StoreFiles())
+    raw = {**json.loads((folder / MANIFEST).read_text()), "files": manifest.files, "format_version": 99}
+    newer = type(manifest)(**raw).to_bytes()
+    (folder / MANIFEST).write_bytes(newer)
+    with pytest.raises(FormatTooNew, match="format version 99"):
+        read_manifest(row.manifest_uri, content_digest(newer), StoreFiles())
 
 
 @pytest.mark.parametrize("how", ["flipped bit", pytest.param("manifest missing", marks=pytest.mark.soak)])
@@ -117,16 +122,6 @@ def test_damaged_head_falls_back_to_parent(arena: Arena, spec: JobSpec, how: str
     consumed = [row_id for step in range(1, 6) for row_id in whole[step]] + [i for ids in resumed.values() for i in ids]
     assert sorted(consumed) == sorted(2 * list(range(120)))
     assert bad.checkpoint_id not in {row.checkpoint_id for row in arena.lineage("r1")}
-
-
-def test_nothing_left_to_restore_stops_for_good(arena: Arena, spec: JobSpec) -> None:
-    """With every checkpoint damaged the run stops with one status, and trying again does not silently start it over."""
-    arena.train(spec, until=13)
-    for row in arena.lineage("r1"):
-        damage(row, "truncated")
-    for _ in range(2):
-        with pytest.raises(NoRestorableCheckpoint, match="another name"):
-            arena.train(spec)
 
 
 def test_a_store_that_is_away_is_not_damage(arena: Arena, spec: JobSpec) -> None:
@@ -159,25 +154,20 @@ CHANGES: list[tuple[dict[str, Any], str]] = [
 
 
 def test_resuming_something_else_is_refused_by_name(arena: Arena, spec: JobSpec) -> None:
-    """Another seed, filter, batch size or column list is named with both values; nothing is claimed, nothing changes."""
+    """Another seed, filter, batch size or table is named with both values, and so is a replaced table; nothing is claimed."""
     arena.train(spec, until=8)
     before = arena.rows("r1")
     for changes, message in CHANGES:
         settings = {"world_size": 1, "batch_size": 16, "key_groups": 4, "every_steps": 5, **changes}
         with pytest.raises(ResumeMismatch, match=message):
             arena.train(arena.spec("r1", **settings))
+    arena.lakehouse.catalog.drop_table("src.t")
+    arena.table(appends=(70, 50), row_group_rows=20)
+    with pytest.raises(TableReplaced):
+        arena.train(spec)
     assert arena.rows("r1") == before
-    assert min(arena.train(spec)) == 6
-
-
-def test_appends_do_not_disturb_run(arena: Arena, spec: JobSpec) -> None:
-    """A run resumes on the snapshot that it pinned, whatever was appended since."""
-    whole = arena.train(arena.spec("whole", world_size=1, batch_size=16, key_groups=4, every_steps=5))
-    arena.train(spec, until=8)
-    table = arena.lakehouse.load("src.t")
-    table.append(table.scan(limit=10).to_arrow())
-    resumed = arena.train(spec)
-    assert resumed == {step: ids for step, ids in whole.items() if step > 5}
+    with pytest.raises(TableReplaced):  # a recovery claims first, and loads its tables before any rank trains
+        start_attempt(Plans(arena.lakehouse), spec, ClaimRequest(replaces=1))
 
 
 def test_early_recovery_keeps_plan(arena: Arena) -> None:
@@ -192,37 +182,13 @@ def test_early_recovery_keeps_plan(arena: Arena) -> None:
     assert json.loads(afresh.leg)["sources"] != json.loads(first.leg)["sources"]
 
 
-def test_a_replaced_table_is_refused_on_resume(arena: Arena, spec: JobSpec) -> None:
-    """A table dropped and created again is not resumed from; nothing is claimed."""
+def test_recovery_keeps_exclusions_of_rewind(arena: Arena, spec: JobSpec) -> None:
+    """A recovery after a rewind leaves the excluded rows out, in a new leg, although its launch requests no change."""
     arena.train(spec, until=8)
-    before = arena.rows("r1")
-    arena.lakehouse.catalog.drop_table("src.t")
-    arena.table(appends=(70, 50), row_group_rows=20)
-    with pytest.raises(TableReplaced):
-        arena.train(spec)
-    assert arena.rows("r1") == before
-
-
-def test_a_finished_run_takes_no_more_attempts(arena: Arena, spec: JobSpec) -> None:
-    """Training a finished run again is refused, and its rows stay as they are."""
-    arena.train(spec)
-    before = arena.rows("r1")
-    with pytest.raises(RunFinished):
-        arena.train(spec)
-    assert arena.rows("r1") == before
-
-
-def test_a_manifest_of_a_newer_format_is_refused(arena: Arena, spec: JobSpec) -> None:
-    """A manifest that a newer version committed is neither guessed at nor taken for damage."""
-    arena.train(spec, until=8)
-    row = newest(arena)
-    manifest = read_manifest(row.manifest_uri, row.manifest_digest, StoreFiles())
-    folder = folder_of(row.manifest_uri)
-    raw = json.loads((folder / "manifest.json").read_text())
-    newer = type(manifest)(**{**raw, "files": manifest.files, "format_version": 99})
-    (folder / MANIFEST).write_bytes(newer.to_bytes())
-    with pytest.raises(FormatTooNew, match="format version 99"):
-        read_manifest(row.manifest_uri, content_digest(newer.to_bytes()), StoreFiles())
+    rewind_run(arena.lakehouse, "r1", nonce="n", step=5, exclude=["even = true"], spec=spec)
+    point = start_attempt(Plans(arena.lakehouse), spec, ClaimRequest(replaces=2))
+    assert (point.step, point.leg_is_new, point.leaves_out_more) == (5, True, True)
+    assert json.loads(point.leg)["sources"][0]["exclude"] == ["even = true"]
 
 
 def test_unwrapped_model_is_explained(arena: Arena, spec: JobSpec) -> None:
@@ -234,15 +200,27 @@ def test_unwrapped_model_is_explained(arena: Arena, spec: JobSpec) -> None:
         run.restore(torch.nn.Linear(4, 1))
 
 
-@pytest.mark.parametrize("store", ["a regular file", "below a regular file"])
-def test_a_store_that_cannot_be_written_is_named(arena: Arena, spec: JobSpec, store: str) -> None:
-    """The first checkpoint ends the attempt with the store's path; nothing is committed."""
-    path = arena.home / "file"
-    path.touch()
-    bad = path if store == "a regular file" else path / "store"
-    with pytest.raises(StoreUnavailable, match=str(path)):
-        arena.train(arena.spec("r1", world_size=1, store=str(bad)))
-    assert arena.rows("r1", CheckpointRow) == []
+def test_failed_checkpoint_is_the_last(arena: Arena, spec: JobSpec) -> None:
+    """A script that catches the error and trains on commits nothing more: a later checkpoint would lack rows."""
+    store = Path(spec.checkpoint.store) / "r1"
+
+    def train_on() -> None:
+        with arena.training_run(spec) as run:
+            run.restore(model=counter())
+            for batch in run.batches():
+                if batch.step == 8:
+                    kept = store.rename(store.with_name("aside"))
+                    store.write_text("in the way")
+                with suppress(StoreUnavailable):
+                    run.step_done(0.0)
+                if batch.step == 12:
+                    store.unlink()
+                    kept.rename(store)
+
+    with pytest.raises(StoreUnavailable, match=str(store)):
+        train_on()
+    assert [row.step for row in arena.rows("r1", CheckpointRow)] == [5]
+    assert min(arena.train(spec)) == 6
 
 
 class Unloadable(torch.nn.Linear):
@@ -267,13 +245,6 @@ def test_missing_step_done_is_named(arena: Arena, spec: JobSpec, monkeypatch: py
     with pytest.raises(ScriptInvalid, match="step 1"):
         arena.train(spec)
     assert arena.rows("r1", CheckpointRow) == []
-
-
-def test_no_temporary_file_is_left(arena: Arena, spec: JobSpec) -> None:
-    """A finished run leaves its checkpoints' files and nothing half-written."""
-    arena.train(spec)
-    names = [name for _, _, found in os.walk(spec.checkpoint.store) for name in found]
-    assert {name for name in names if "tmp" in name or "probe" in name} == set()
 
 
 def test_other_source_count_is_refused_early(arena: Arena, spec: JobSpec) -> None:
@@ -315,16 +286,12 @@ def test_shifted_cursor_is_refused(arena: Arena, spec: JobSpec) -> None:
         arena.train(spec)
 
 
-def test_first_checkpoint_resumes_same_numbers(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_checkpoint_resumes_same_numbers(arena: Arena) -> None:
     """A run that dies in its second step draws there what an undisturbed run draws, and not the numbers of step 1 again."""
     arena.table(appends=(96,))
-    monkeypatch.setenv("DLAC_HOME", str(arena.home))
     drawn: dict[str, list[float]] = {"undisturbed": [], "killed": []}
     for run, until in (("undisturbed", 0), ("killed", 2), ("killed", 0)):
-        path = arena.home / f"{run}.yaml"
-        spec = arena.spec(run, world_size=1, passes=1, every_steps=1)
-        path.write_text(yaml.safe_dump(spec.model_dump(mode="json")))
-        with training_run(path) as opened:
+        with arena.training_run(arena.spec(run, world_size=1, passes=1, every_steps=1)) as opened:
             opened.restore(model=torch.nn.Linear(4, 1))
             for batch in opened.batches():
                 if batch.step == until:
@@ -333,3 +300,85 @@ def test_first_checkpoint_resumes_same_numbers(arena: Arena, monkeypatch: pytest
                 opened.step_done(batch.mean(batch["x"].sum(-1)))
     assert drawn["killed"] == drawn["undisturbed"]
     assert len({*drawn["undisturbed"]}) == 3
+
+
+def counter() -> torch.nn.Linear:
+    """A model whose weight counts the steps that it has."""
+    model = torch.nn.Linear(1, 1)
+    torch.nn.init.zeros_(model.weight)
+    return model
+
+
+def count(model: torch.nn.Linear) -> None:
+    """Train a step."""
+    with torch.no_grad():
+        model.weight += 1
+
+
+def counted(arena: Arena) -> list[tuple[int, float]]:
+    """Return (step, steps in the weights) of each checkpoint."""
+    parts = [(row.step, TorchState.parts_in(folder_of(row.manifest_uri))) for row in arena.lineage("r1")]
+    return [(step, found["model"]["weight"].item()) for step, found in parts]
+
+
+def test_second_restore_is_refused(arena: Arena, spec: JobSpec) -> None:
+    """It would load the resume point over later steps, which the ledger has. Within a step the weights may have more than it."""
+    for _ in range(2):
+        with arena.training_run(spec) as run:
+            model = counter()
+            run.restore(model=model)
+            for batch in islice(run.batches(), 3):
+                count(model)
+                with pytest.raises(ScriptInvalid, match=f"of step {batch.step}"):
+                    run.checkpoint()
+                run.step_done(0.0)
+            with pytest.raises(ScriptInvalid, match="a second one"):
+                run.restore(model=model)
+    assert counted(arena) == [(3, 3.0), (5, 5.0), (6, 6.0)]
+
+
+def test_script_cannot_train_after_a_failed_restore(arena: Arena, spec: JobSpec) -> None:
+    """A script that catches the error would continue the ledger with a new model."""
+    with arena.training_run(spec) as run:
+        model = counter()
+        run.restore(model=model)
+        for _ in islice(run.batches(), 2):
+            count(model)
+            run.step_done(0.0)
+    with arena.training_run(spec) as run:
+        with suppress(ResumeMismatch):
+            run.restore(dlac.DistributedState(model=model))
+        with pytest.raises(ScriptInvalid, match=r"before run\.batches"):
+            next(run.batches())
+    assert counted(arena) == [(2, 2.0)]
+
+
+def test_due_checkpoint_precedes_another_loop(arena: Arena, spec: JobSpec) -> None:
+    """A script with a loop for each of its epochs leaves the first one after a step with a checkpoint."""
+    with arena.training_run(spec) as run:
+        model = counter()
+        run.restore(model=model)
+        for last in (5, 15):
+            for batch in run.batches():
+                count(model)
+                run.step_done(0.0)
+                if batch.step == last:
+                    break
+    assert counted(arena) == [(5, 5.0), (10, 10.0), (15, 15.0)]
+
+
+def test_nothing_is_committed_after_a_kept_error(arena: Arena, spec: JobSpec) -> None:
+    """The weights have a step that was refused, because the batch before it was left out."""
+    with arena.training_run(spec) as run:
+        model = counter()
+        run.restore(model=model)
+        for batch in run.batches():
+            if batch.step == 4:
+                break
+            count(model)
+            run.step_done(0.0)
+        with suppress(CursorMismatch):
+            for _ in run.batches():
+                count(model)
+                run.step_done(0.0)
+    assert counted(arena) == []

@@ -15,7 +15,6 @@ from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.audit.lakehouse_sql import open_audit
 from dlac_pipeline.checkpoint.commit.retention import Retention
 from dlac_pipeline.checkpoint.manifest import read_manifest
-from dlac_pipeline.checkpoint.restore.verified_copy import Restored, restore
 from dlac_pipeline.checkpoint.store import Tiers, folder_of
 from dlac_pipeline.extensions.kept_checkpoints.listing import list_checkpoints, verify_checkpoints
 from dlac_pipeline.extensions.kept_checkpoints.tags import name_checkpoint, unname_checkpoint
@@ -31,9 +30,9 @@ from dlac_pipeline.lakehouse.ledger.typed_rows import (
     VerifyRow,
 )
 from dlac_pipeline.lakehouse.store_files import StoreFiles, path_at
-from dlac_pipeline.spec.job_spec import CheckpointSpec, JobSpec
+from dlac_pipeline.spec.job_spec import CheckpointSpec
 from tests.conftest import Arena, wait_until
-from tests.integration.test_cli import dlac
+from tests.fixtures import Command
 
 STEPS = [10, 20, 30, 40, 50, 60, 63]
 
@@ -50,19 +49,11 @@ def retired(arena: Arena, run: str) -> list[int]:
     return [steps[row.checkpoint_id] for row in arena.rows(run, RetireRow)]
 
 
-@pytest.mark.parametrize(
-    ("settings", "kept"),
-    [
-        pytest.param({}, STEPS, marks=pytest.mark.soak),
-        pytest.param({"keep_last": 2}, [60, 63], marks=pytest.mark.soak),
-        ({"keep_last": 1, "keep_every_steps": 20}, [20, 40, 60, 63]),
-        pytest.param({"keep_last": 99}, STEPS, marks=pytest.mark.soak),
-    ],
-)
-def test_only_kept_checkpoints_remain(arena: Arena, settings: dict[str, Any], kept: list[int]) -> None:
+def test_only_kept_checkpoints_remain(arena: Arena) -> None:
     """Newest and milestones stay; every other checkpoint has one retire row, and no folder."""
     arena.table()
-    arena.train(arena.spec("r", world_size=1, passes=1, **settings))
+    arena.train(arena.spec("r", world_size=1, passes=1, keep_last=1, keep_every_steps=20))
+    kept = [20, 40, 60, 63]
     wait_until(lambda: sorted(folders(arena, "r")) == kept, what="the removal of the retired")
     assert sorted(retired(arena, "r")) == [step for step in STEPS if step not in kept]
     states = {each.step: each.state for each in list_checkpoints(arena.lakehouse, "r")}
@@ -127,57 +118,6 @@ def test_sweep_spares_own_attempt(tmp_path: Path) -> None:
     assert (older.exists(), own.exists()) == (False, True)
 
 
-@pytest.mark.soak
-def test_a_store_that_was_moved_keeps_its_checkpoints(arena: Arena) -> None:
-    """If a link leads to the store's new path, checkpoints committed under the old path are not removed."""
-    arena.table()
-    spec = arena.spec("r", world_size=1, passes=1)
-    arena.train(spec, until=25)
-    store = Path(spec.checkpoint.store)
-    store.rename(store.with_name("elsewhere"))
-    store.symlink_to(store.with_name("elsewhere"))
-    arena.train(spec)
-    assert sorted(folders(arena, "r")) == STEPS
-    assert all(verdict.problem is None for verdict in verify_checkpoints(arena.lakehouse, "r"))
-
-
-def train_on(path: Path, store: Path, failures: list[int]) -> None:
-    """A script that catches failures; the store is in the way of itself from step 15 to 24."""
-    with training_run(path) as run:
-        run.restore(TorchState(model=torch.nn.Linear(4, 1)))
-        for batch in run.batches():
-            if batch.step == 15:
-                kept = store.rename(store.with_name("aside"))
-                store.write_text("in the way")
-            if batch.step == 25:
-                store.unlink()
-                kept.rename(store)
-            try:
-                run.step_done(0.0)
-            except StoreUnavailable:
-                failures.append(batch.step)
-            if batch.step == 35:
-                break
-
-
-@pytest.mark.soak
-def test_a_failed_checkpoint_is_the_attempt_s_last(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A script that catches the failure and trains on commits nothing more: a later checkpoint would lack rows."""
-    arena.table()
-    spec = arena.spec("r", world_size=1, passes=1)
-    path = arena.home / "r.json.yaml"
-    path.write_text(spec.model_dump_json())
-    monkeypatch.setenv("DLAC_HOME", str(arena.home))
-    run_folder = Path(spec.checkpoint.store) / "r"
-    failures: list[int] = []
-    with pytest.raises(StoreUnavailable):  # the run ends of it all the same
-        train_on(path, run_folder, failures)
-    assert {20, 30} <= set(failures)  # at 30 there was room again
-    assert [row.step for row in arena.rows("r", CheckpointRow)] == [10]
-    arena.train(spec)
-    assert audit_run(arena.lakehouse, "r").exact
-
-
 def test_unrelated_checkpoints_are_retired(tmp_path: Path) -> None:
     """After a fallback, abandoned checkpoints are removed too. A quarantined one is kept for inspection."""
 
@@ -195,11 +135,11 @@ def test_unrelated_checkpoints_are_retired(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_the_command_line_lists_and_verifies(arena: Arena) -> None:
+def test_the_command_line_lists_and_verifies(arena: Arena, here: Command) -> None:
     """`dlac checkpoint list` lists the existing checkpoints. `dlac checkpoint verify` names the file that differs."""
     arena.table(appends=(500,))
     arena.train(arena.spec("r", world_size=1, passes=1, every_steps=5, keep_last=2))
-    listed = json.loads(dlac("checkpoint", "list", "r", "--json", home=arena.home).stdout)
+    listed = json.loads(here("checkpoint", "list", "r", "--json", home=arena.home).stdout)
     assert [(each["step"], each["state"]) for each in listed] == [
         (5, "retired"),
         (10, "retired"),
@@ -208,20 +148,20 @@ def test_the_command_line_lists_and_verifies(arena: Arena) -> None:
     ]
     assert all(each["bytes"] > 1000 for each in listed)
     assert [each["verified_at"] for each in listed] == [None] * 4
-    shown = dlac("checkpoint", "list", "r", home=arena.home)
+    shown = here("checkpoint", "list", "r", home=arena.home)
     assert shown.returncode == 0
     assert "retired" in shown.stdout
-    whole = dlac("checkpoint", "verify", "r", home=arena.home)
+    whole = here("checkpoint", "verify", "r", home=arena.home)
     assert (whole.returncode, whole.stdout.splitlines()) == (0, ["step 16: whole", "step 15: whole"])
     file = path_at(listed[-1]["folder"]) / "torch-state.pt"
     content = bytearray(file.read_bytes())
     content[100] ^= 1  # a single flipped bit
     file.write_bytes(content)
-    damaged = dlac("checkpoint", "verify", "r", home=arena.home)
+    damaged = here("checkpoint", "verify", "r", home=arena.home)
     assert damaged.returncode == 1
     assert f"step 16: expected {file.as_uri()!r} to have digest" in damaged.stdout
     assert "step 15: whole" in damaged.stdout
-    assert dlac("checkpoint", "verify", "r", "--step", "15", home=arena.home).returncode == 0
+    assert here("checkpoint", "verify", "r", "--step", "15", home=arena.home).returncode == 0
     first, *_, last = arena.rows("r", VerifyRow)
     verified = [each.verified_at for each in list_checkpoints(arena.lakehouse, "r")]
     assert verified == [None, None, last.committed_at, first.committed_at]
@@ -232,7 +172,7 @@ def test_the_command_line_lists_and_verifies(arena: Arena) -> None:
         list(verify_checkpoints(arena.lakehouse, "r", 5))
 
 
-def test_store_outage_is_not_damage(arena: Arena) -> None:
+def test_store_outage_is_not_damage(arena: Arena, here: Command) -> None:
     """Damage found before the outage is recorded, and no other checkpoint: they are whole again when the store is back."""
     arena.table(appends=(500,))
     arena.train(arena.spec("r", world_size=1, passes=1, every_steps=5))
@@ -242,61 +182,25 @@ def test_store_outage_is_not_damage(arena: Arena) -> None:
     kept = store.rename(store.with_name("away"))
     with pytest.raises(StoreUnavailable, match="mount the store"):
         next(verdicts)
-    assert dlac("checkpoint", "verify", "r", home=arena.home).returncode == StoreUnavailable.exit_code
+    assert here("checkpoint", "verify", "r", home=arena.home).returncode == StoreUnavailable.exit_code
     assert arena.rows("r", VerifyRow) == []
     kept.rename(store)
     assert [each.problem for each in verify_checkpoints(arena.lakehouse, "r")] == [None] * 4
 
 
-def train_past_the_first_attempt(arena: Arena, spec: JobSpec) -> None:
-    """Train the run to its end: what its first attempt committed is retired, and the attempt's folder is gone."""
-    arena.train(spec)
-    first = Path(spec.checkpoint.store) / spec.run / "attempt-0001"
-    wait_until(lambda: not first.exists(), what="the removal of the first attempt's folder")
-
-
-def two_attempts(arena: Arena) -> JobSpec:
-    """A run of a checkpoint from each of two attempts, which keeps two."""
+@pytest.mark.soak
+def test_removed_attempt_folder_is_not_lost_store(arena: Arena) -> None:
+    """`dlac checkpoint verify` beside a live run skips checkpoints that the run retires then, even an attempt's last one."""
     arena.table()
     spec = arena.spec("r", world_size=1, passes=1, keep_last=2)
     arena.train(spec, until=15)
     arena.train(spec, until=25)
-    return spec
-
-
-@pytest.mark.soak
-def test_removed_attempt_folder_is_not_lost_store(arena: Arena) -> None:
-    """`dlac checkpoint verify` beside a live run skips checkpoints that the run retires then, even an attempt's last one."""
-    spec = two_attempts(arena)
     verdicts = verify_checkpoints(arena.lakehouse, "r")
     assert next(verdicts).checkpoint.step == 20
-    train_past_the_first_attempt(arena, spec)
+    arena.train(spec)
+    first = Path(spec.checkpoint.store) / spec.run / "attempt-0001"
+    wait_until(lambda: not first.exists(), what="the removal of the first attempt's folder")
     assert list(verdicts) == []
-
-
-@pytest.mark.soak
-def test_rehearsal_chooses_again_after_retention(arena: Arena, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside a live run the next kept checkpoint is restored. An unavailable store is reported all the same."""
-    spec = two_attempts(arena)
-    tried: list[int] = []
-
-    def meanwhile(row: CheckpointRow, tiers: Tiers) -> Restored:
-        tried.append(row.step)
-        if len(tried) == 1:
-            train_past_the_first_attempt(arena, spec)
-        return restore(row, tiers)
-
-    def choose() -> step_replay.ReplayStart:
-        return rehearse.newest_with_successor(Ledger(arena.lakehouse), "r", 1)
-
-    monkeypatch.setattr(step_replay, "restore", meanwhile)
-    _, chosen, restored = step_replay.restore_start(arena.lakehouse, "r", choose, spec, tmp_path / "sandbox")
-    assert restored is not None
-    assert tried == [10, 60]
-    assert (chosen.successor.step, restored.manifest.step) == (63, 60)
-    Path(spec.checkpoint.store).rename(arena.home / "away")
-    with pytest.raises(StoreUnavailable, match="mount the store"):
-        step_replay.restore_start(arena.lakehouse, "r", choose, spec, tmp_path / "another")
 
 
 def test_named_checkpoint_is_kept(arena: Arena) -> None:
@@ -328,19 +232,19 @@ def test_named_checkpoint_is_kept(arena: Arena) -> None:
     assert repeated == [row.checkpoint_id for row in arena.lineage("r") if row.step == 30]
 
 
-def test_names_are_refused_where_they_would_mislead(arena: Arena) -> None:
+def test_names_are_refused_where_they_would_mislead(arena: Arena, here: Command) -> None:
     """A retired checkpoint, a step without one, a name that is taken, and one that nothing has."""
     arena.table()
     arena.train(arena.spec("r", world_size=1, passes=1, keep_last=2))
     ledger = Ledger(arena.lakehouse)
     with pytest.raises(NoSuchCheckpoint, match=r"at step 20 that is kept, found those of steps \[60, 63\]"):
         name_checkpoint(ledger, "r", "early", step=20)
-    named = dlac("checkpoint", "tag", "r", "best", "--step", "60", home=arena.home)
+    named = here("checkpoint", "tag", "r", "best", "--step", "60", home=arena.home)
     assert "is tagged best" in named.stdout
     assert name_checkpoint(ledger, "r", "best", step=60) in named.stdout  # again: nothing to do
     with pytest.raises(SpecInvalid, match="'best' to tag no checkpoint"):
         name_checkpoint(ledger, "r", "best")
-    assert dlac("checkpoint", "untag", "r", "best", home=arena.home).returncode == 0
+    assert here("checkpoint", "untag", "r", "best", home=arena.home).returncode == 0
     with pytest.raises(NoSuchCheckpoint, match=r"with tag 'best', found the tags \[\]"):
         unname_checkpoint(ledger, "r", "best")
     with pytest.raises(RunFinished):

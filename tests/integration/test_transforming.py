@@ -1,9 +1,5 @@
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -128,40 +124,6 @@ def test_a_changed_transform_is_refused(arena: Arena, script: str) -> None:
         arena.train(spec)
     Path(script).write_text(TRANSFORM)
     assert min(arena.train(spec)) == 7
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize(
-    "program",
-    [
-        "dlac_pipeline.extensions.orchestrated.supervisor_process",
-        "dlac_pipeline.extensions.clusters.node_process",
-    ],
-)
-def test_what_a_transform_prints_is_no_event(arena: Arena, tmp_path: Path, program: str) -> None:
-    """Supervisors import it; what it prints, and what a library writes to its descriptor, goes to standard error."""
-    (tmp_path / "prints.py").write_text(
-        "import os\nprint('loading')\nos.write(1, b'a table\\n')\nraise RuntimeError('no more of it')\n"
-    )
-    arena.table(appends=(100,))
-    request = Request(spec=arena.spec("r", **SMALL, transform=f"{tmp_path}/prints.py:f"), repin=True)
-    with (
-        (tmp_path / "stderr").open("wb") as stderr,
-        subprocess.Popen(
-            [sys.executable, "-m", program],
-            env={**os.environ, REQUEST_VARIABLE: pack(request)},
-            stdin=subprocess.PIPE,  # its end would be the supervisor's
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-        ) as process,
-    ):
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write(request.model_dump_json().encode() + b"\n")
-        process.stdin.flush()
-        said = [json.loads(line) for line in process.stdout]
-    assert "no more of it" in said[-1]["message"]
-    assert {"loading", "a table"} <= set((tmp_path / "stderr").read_text().splitlines())
 
 
 def test_rows_end_before_the_last_step(arena: Arena, script: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import torch
+from pyiceberg.types import StringType
 
 import dlac_pipeline
 from dlac_pipeline.audit.audit import audit_run
@@ -22,6 +23,7 @@ from dlac_pipeline.extensions.kept_checkpoints.listing import list_checkpoints
 from dlac_pipeline.extensions.look.run_state import run_status
 from dlac_pipeline.extensions.upkeep.pins import list_pins
 from dlac_pipeline.lakehouse.errors import (
+    AppendHistoryLost,
     CheckpointDamaged,
     EmptyPlan,
     Fenced,
@@ -42,7 +44,8 @@ from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.claims import attempts_without_progress, launcher_of
 from dlac_pipeline.supervise.failure import failure_of_attempt
 from tests.conftest import Arena, Steps, source_rows
-from tests.integration.test_cli import dlac
+from tests.fixtures import Command
+from tests.integration.test_legs import append, rewrite
 
 
 def rows_until(steps: Steps, last: int) -> list[int]:
@@ -55,14 +58,10 @@ def recorded(arena: Arena, run: str, head: str | None = None) -> list[int]:
     return sorted(row for rows in arena.recorded(run, head).values() for row in rows)
 
 
-@pytest.mark.parametrize("streamed", [False, pytest.param(True, marks=pytest.mark.soak)])
-def test_branch_without_rows_ends(arena: Arena, tmp_path: Path, streamed: bool) -> None:
+def test_branch_without_rows_ends(arena: Arena) -> None:
     """A rewind that excludes all later rows ends the run with a new leg and the target's state."""
     arena.table(appends=(200,))
-    script = tmp_path / "transforms.py"
-    script.write_text("def same(batch):\n    return batch.drop_columns(['dlac_row'])\n")
-    transform = {"transform": f"{script}:same"} if streamed else {}
-    spec = arena.spec("r", world_size=1, passes=1, every_steps=2, **transform)
+    spec = arena.spec("r", world_size=1, passes=1, every_steps=2)
     arena.train(spec)
     with pytest.raises(EmptyPlan, match=r"'row_id >= 0'\] leaves none"):
         rewind_run(arena.lakehouse, "r", nonce="op0", step=4, exclude=["row_id >= 0"])
@@ -132,34 +131,6 @@ def test_branch_with_exclusions_is_exact(arena: Arena) -> None:
     assert (second["surviving"], second["why"], second["grew_from"]) == (True, "a loss spike", done.checkpoint_id)
 
 
-@pytest.mark.soak
-def test_an_abandoned_branch_can_be_taken_up_again(arena: Arena) -> None:
-    """By the id of its checkpoint; what the branch that is left excluded counts no more, and every branch stays exact."""
-    arena.table()
-    spec = arena.spec("r", world_size=1, passes=1, steps=45)
-    old = arena.train(spec, until=35)
-    first = arena.head("r")
-    assert first is not None
-    rewind_run(arena.lakehouse, "r", nonce="op1", step=10, exclude=["even = true"])
-    arena.train(spec, until=35)
-    second = arena.head("r")
-    with open_audit(arena.lakehouse) as connection:
-        assert connection.sql("SELECT count(*) FROM branches").fetchall() == [(2,)]
-    with pytest.raises(NoSuchCheckpoint, match="'nobody' that is kept"):
-        rewind_run(arena.lakehouse, "r", nonce="op2", checkpoint_id="nobody")
-    rewind_run(arena.lakehouse, "r", nonce="op3", checkpoint_id=first)
-    with open_audit(arena.lakehouse) as connection:
-        opened = rows_of(connection, "FROM branches WHERE run = 'r' AND surviving ORDER BY branch")
-    assert [(row["head_checkpoint"], row["checkpoints"]) for row in opened] == [(first, 3), (first, 0)]
-    assert exclusions_in_force(arena.rows("r")) == ()
-    rest = arena.train(spec)
-    rows = [row for step, each in {**old, **rest}.items() for row in each]
-    assert len(rows) == len(set(rows)) == 45 * 32
-    for head, steps in ((None, 45), (second, 30), (first, 30)):
-        report = audit_run(arena.lakehouse, "r", head)
-        assert (report.exact, report.problems, report.step) == (True, (), steps)
-
-
 def test_useless_rewind_is_refused(arena: Arena) -> None:
     """A head as it is, a retired step, an expression that is none or does not fit, a damaged target: nothing is appended."""
     arena.table()
@@ -181,12 +152,7 @@ def test_useless_rewind_is_refused(arena: Arena) -> None:
         exclude=["row_id !"],
     )
     refused(SpecInvalid, "expected rows to exclude", step=20, exclude=[" "])
-    refused(
-        NoSuchColumn,
-        r"one of the columns \['row_id', 'x', 'even', 'name'\]",
-        step=20,
-        exclude=["day > 3"],
-    )
+    refused(NoSuchColumn, r"one of the columns \['row_id', 'x', 'even', 'name'\]", step=20, exclude=["day > 3"])
     refused(
         SpecInvalid, r"one of the sources \['src.t'\], found 'src.u'", step=20, exclude=["even = true"], source="src.u"
     )
@@ -213,10 +179,7 @@ def test_rewind_is_one_fencing_append(arena: Arena) -> None:
     assert done[0] == done[1]
     rows = arena.rows("r")
     appended = [row for row in rows if row.seq > old.seq]
-    assert [(row.kind, row.attempt, row.nonce) for row in appended] == [
-        ("claim", 2, "op"),
-        ("rewind", 2, "op"),
-    ]
+    assert [(row.kind, row.attempt, row.nonce) for row in appended] == [("claim", 2, "op"), ("rewind", 2, "op")]
     assert {row.head_after for row in appended} == {done[0].checkpoint_id}
     with pytest.raises(Fenced, match="owned by attempt 2"):
         commit_checkpoint(
@@ -242,56 +205,29 @@ def test_rewind_is_one_fencing_append(arena: Arena) -> None:
     assert not Ledger(arena.lakehouse).state("r").finished
 
 
-def rows_trained_on(steps: Steps) -> dict[int, int]:
-    """Row id -> the step that was trained on it."""
-    return {row: step for step, rows in steps.items() for row in rows}
-
-
 @pytest.mark.soak
-def test_excluded_rows_that_were_seen_are_counted(arena: Arena) -> None:
-    """The report of a rewind that comes too late has the number of rows, and the checkpoint that has seen none of them."""
-    arena.table()
-    spec = arena.spec("r", world_size=1, passes=1)
-    step_of = rows_trained_on(arena.train(spec, until=55))
-    row = {step: next(row for row, at in step_of.items() if at == step) for step in (5, 15, 20, 21, 45)}
-    late = [f"row_id IN ({row[15]}, {row[21]})", f"row_id = {row[45]} OR row_id = 1500"]
-    within_40 = sum(step_of.get(each, 99) <= 40 for each in (row[15], row[21], row[45], 1500))
-    done = rewind_run(arena.lakehouse, "r", nonce="op1", step=40, exclude=late)
-    first = min(step_of[row[15]], step_of.get(1500, 99))
-    clean = 10 if first > 10 else 0
-    assert (done.excluded_rows_seen, done.clean_step, done.not_counted) == (within_40, clean, "")
-    assert rewind_run(arena.lakehouse, "r", nonce="op1", step=40, exclude=late) == done
-    done = rewind_run(arena.lakehouse, "r", nonce="op2", step=20, exclude=[f"row_id IN ({row[20]}, {row[21]})"])
-    assert (done.excluded_rows_seen, done.clean_step) == (1, 10)
-    assert done.clean_checkpoint == arena.lineage("r")[0].checkpoint_id
-    done = rewind_run(arena.lakehouse, "r", nonce="op3", step=20, exclude=[f"row_id = {row[21]} AND name IS NOT NULL"])
-    assert (done.excluded_rows_seen, done.clean_step) == (0, None)
-    done = rewind_run(arena.lakehouse, "r", nonce="op4", step=10, exclude=[f"row_id = {row[5]}"])
-    assert (done.excluded_rows_seen, done.clean_step, done.clean_checkpoint) == (1, 0, None)
-    assert rewind_run(arena.lakehouse, "r", nonce="op5", step=20).excluded_rows_seen is None
-    arena.train(spec)
-    assert audit_run(arena.lakehouse, "r").exact
-
-
-@pytest.mark.soak
-def test_command_line_reports_rows_seen(arena: Arena) -> None:
+def test_command_line_reports_rows_seen(arena: Arena, here: Command) -> None:
     """The command prints the number of rows and the rewind that goes further back. `--json` has both."""
     arena.table(appends=(500,))
     spec = arena.spec("r", world_size=1, passes=2, every_steps=5)
-    step_of = rows_trained_on({step: rows for step, rows in arena.train(spec, until=17).items() if step <= 15})
+    steps = {step: rows for step, rows in arena.train(spec, until=17).items() if step <= 15}
+    step_of = {row: step for step, rows in steps.items() for row in rows}
     seen = [row for row, step in step_of.items() if step > 5][:3]
     where = f"row_id IN ({', '.join(map(str, seen))})"
     spec_path = str(arena.home / "r.yaml")
     options = ["--to-step", "15", "--exclude", where, "--spec", spec_path]
-    said = dlac("rewind", "r", *options, home=arena.home)
+    said = here("rewind", "r", *options, home=arena.home)
     assert said.returncode == 0, said.stderr
     assert "was trained on 3 of the excluded rows" in said.stdout
     assert f"dlac rewind r --to-step 5 --exclude '{where}'" in said.stdout
-    said = dlac("rewind", "r", *options[:2], "--exclude", "row_id > 0", *options[4:], "--json", home=arena.home)
+    said = here("rewind", "r", *options[:2], "--exclude", "row_id > 0", *options[4:], "--json", home=arena.home)
     report = json.loads(said.stdout)
     assert (report["excluded_rows_seen"], report["clean_step"]) == (len(step_of.keys() - {0}), 0)
-    said = dlac("rewind", "r", "--to-step", "5", "--exclude", "row_id > 0", *options[4:], home=arena.home)
+    said = here("rewind", "r", "--to-step", "5", "--exclude", "row_id > 0", *options[4:], home=arena.home)
     assert "begin the run again with dlac rewind r --to-step 0 --exclude 'row_id > 0'" in said.stdout
+    done = rewind_run(arena.lakehouse, "r", nonce="op", step=5, exclude=[where.replace("IN (", "IN (1500, ")])
+    assert (done.excluded_rows_seen, done.clean_step, done.not_counted) == (0, None, "")
+    assert rewind_run(arena.lakehouse, "r", nonce="op1", step=5, exclude=["row_id > 490"]).clean_checkpoint is None
 
 
 @pytest.mark.parametrize("kind", ["packed", "transformed"])
@@ -371,13 +307,13 @@ def test_mixture_excludes_named_source_rows(arena: Arena) -> None:
 
 
 @pytest.mark.soak
-def test_abandoned_checkpoints_stay_until_retired(arena: Arena) -> None:
+def test_abandoned_checkpoints_stay_until_retired(arena: Arena, here: Command) -> None:
     """The target ages with its new branch. The abandoned branch stays and is listed until `dlac checkpoint retire` removes it."""
     arena.table()
     spec = arena.spec("r", world_size=1, passes=1, keep_last=2)
     arena.train(spec, until=55)
     left = arena.head("r")
-    said = dlac("rewind", "r", "--to-step", "40", "--spec", str(arena.home / "r.yaml"), home=arena.home)
+    said = here("rewind", "r", "--to-step", "40", "--spec", str(arena.home / "r.yaml"), home=arena.home)
     assert said.returncode == 0, said.stderr
     assert "Attempts before 2 are fenced off" in said.stdout
     arena.train(spec, until=55)
@@ -390,11 +326,11 @@ def test_abandoned_checkpoints_stay_until_retired(arena: Arena) -> None:
     assert folder_of(row.manifest_uri).is_dir()
     with pytest.raises(SpecInvalid, match="on an abandoned branch and without a name, found '60'"):
         retire_left(Ledger(arena.lakehouse), "r", "60")
-    said = dlac("checkpoint", "retire", "r", "--spec", str(arena.home / "r.yaml"), home=arena.home)
+    said = here("checkpoint", "retire", "r", "--spec", str(arena.home / "r.yaml"), home=arena.home)
     assert f"retired {left} (step 50)" in said.stdout
     assert retire_left(Ledger(arena.lakehouse), "r") == []
     assert not folder_of(row.manifest_uri).exists()
-    shown = dlac("audit", "r", "--checkpoint", left or "", "--json", home=arena.home)
+    shown = here("audit", "r", "--checkpoint", left or "", "--json", home=arena.home)
     assert (shown.returncode, json.loads(shown.stdout)["exact"]) == (0, True)
     assert audit_run(arena.lakehouse, "r").exact
     with pytest.raises(NoSuchCheckpoint, match="that is kept"):
@@ -409,7 +345,7 @@ def test_damaged_lineage_names_other_branches(arena: Arena) -> None:
     spec = arena.spec("r", world_size=1, passes=1)
     arena.train(spec, until=35)
     left = str(arena.head("r"))
-    rewind_run(arena.lakehouse, "r", nonce="op1", step=10)
+    rewind_run(arena.lakehouse, "r", nonce="op1", step=10, exclude=["row_id >= 1900"])
     arena.train(spec, until=25)
     for row in arena.lineage("r"):
         path = folder_of(row.manifest_uri) / "torch-state.pt"
@@ -418,35 +354,29 @@ def test_damaged_lineage_names_other_branches(arena: Arena) -> None:
         with pytest.raises(NoRestorableCheckpoint, match=rf"{left} \(step 30\).*`dlac rewind r --checkpoint ID`"):
             arena.train(spec)
     rewind_run(arena.lakehouse, "r", nonce="op2", checkpoint_id=left)
+    assert exclusions_in_force(arena.rows("r")) == ()
     assert min(arena.train(spec)) == 31
+    assert audit_run(arena.lakehouse, "r").exact
 
 
-@pytest.mark.parametrize(
-    "exclude", [[], pytest.param(["row_id < 500"], marks=pytest.mark.soak)], ids=["same rows", "fewer rows"]
-)
-def test_rewind_to_step_zero(arena: Arena, exclude: list[str]) -> None:
+def test_rewind_to_step_zero(arena: Arena) -> None:
     """A finished run begins again as a new branch, on the snapshot it began with; the old branch stays auditable."""
     table = arena.table(appends=(500, 300))
     spec = arena.spec("r", world_size=1, passes=1)
     old = arena.train(spec)
     left = arena.head("r")
     table.append(source_rows(800, 100))
-    done = rewind_run(arena.lakehouse, "r", nonce="op1", step=0, exclude=exclude, why="from scratch")
+    done = rewind_run(arena.lakehouse, "r", nonce="op1", step=0, why="from scratch")
     assert (done.checkpoint_id, done.step, done.left) == (None, 0, left)
     assert rewind_run(arena.lakehouse, "r", nonce="op1", step=0) == done
     assert run_status(arena.lakehouse, "r")["step"] == 0
     assert audit_run(arena.lakehouse, "r").exact
     with pytest.raises(SpecInvalid, match="its beginning"):
-        rewind_run(arena.lakehouse, "r", nonce="op2", step=0, exclude=exclude)
-    arena.train(
-        spec, until=1 if exclude else 15
-    )  # twice: the second attempt resumes the branch, and its exclusions hold
+        rewind_run(arena.lakehouse, "r", nonce="op2", step=0)
+    arena.train(spec, until=15)  # twice: the second attempt resumes the branch
     new = arena.train(spec)
-    expected = sorted(range(500 if exclude else 0, 800))
-    assert recorded(arena, "r") == expected
-    assert recorded(arena, "r", left) == sorted(range(800))
-    if not exclude:
-        assert new == {step: rows for step, rows in old.items() if step in new}
+    assert recorded(arena, "r") == recorded(arena, "r", left) == list(range(800))
+    assert new == {step: rows for step, rows in old.items() if step in new}
     for checkpoint in (None, left):
         report = audit_run(arena.lakehouse, "r", checkpoint)
         assert (report.exact, report.finished) == (True, True)
@@ -461,7 +391,7 @@ def test_rewind_to_step_zero(arena: Arena, exclude: list[str]) -> None:
     assert arena.head("r") == left
 
 
-def test_damaged_run_begins_again(arena: Arena) -> None:
+def test_damaged_run_begins_again(arena: Arena, here: Command) -> None:
     """Its only checkpoint is damaged: training is refused with the command that begins it again, which then does so, once."""
     arena.table(appends=(200,))
     spec = arena.spec("r", world_size=1, passes=1, every_steps=2)
@@ -473,7 +403,7 @@ def test_damaged_run_begins_again(arena: Arena) -> None:
             NoRestorableCheckpoint, match=r"begin it again with `dlac rewind r --to-step 0`, or start a run"
         ):
             arena.train(spec)
-    shown = dlac("rewind", "r", "--to-step", "0", home=arena.home)
+    shown = here("rewind", "r", "--to-step", "0", home=arena.home)
     assert "r begins again (step 0). It had no checkpoint that can be restored" in shown.stdout, shown.stderr
     with pytest.raises(SpecInvalid, match="its beginning"):
         rewind_run(arena.lakehouse, "r", nonce="op2", step=0)
@@ -504,23 +434,85 @@ def test_rewind_to_step_zero_refused(arena: Arena) -> None:
     assert audit_run(arena.lakehouse, "r").exact
 
 
-def test_long_lineage_is_searched_once() -> None:
-    """Each checkpoint that has seen excluded rows is looked up, not searched for along the lineage."""
+def following(arena: Arena) -> JobSpec:
+    """A run that follows its table, with a checkpoint every second step."""
+    return arena.spec("r", world_size=1, follow="appends", passes=1, every_steps=2)
 
-    class Name(str):
-        compared = 0
-        __hash__ = str.__hash__
 
-        def __eq__(self, other: object) -> bool:
-            Name.compared += 1
-            return str.__eq__(self, other)
+def rows_of_steps(steps: Steps) -> set[int]:
+    """The row ids of all steps."""
+    return {row for rows in steps.values() for row in rows}
 
-    names = [Name(f"c{step}") for step in range(200)]
-    rows = [
-        CheckpointRow(checkpoint_id=name, parent=names[step - 1] if step else None, seq=step)
-        for step, name in enumerate(names)
-    ]
-    seen_by = [Name(name) for name in names[100:]]
-    assert newest_before(rows, names[-1], seen_by) == "c99"
-    assert Name.compared < 10 * len(names)
-    assert newest_before(rows, names[-1], [Name("of another run")]) is None
+
+@pytest.mark.soak
+def test_exclusion_uses_newer_column(arena: Arena) -> None:
+    """In what was planned before the column came it is null, and so nothing is excluded there."""
+    table = arena.table(appends=(128,))
+    spec = following(arena)
+    arena.train(spec, until=4)  # rows of the first plan stay open
+    with table.update_schema() as update:
+        update.add_column("lang", StringType())
+    arena.lakehouse.load("src.t").append(source_rows(128, 64).append_column("lang", pa.array(["en", "xx"] * 32)))
+    arena.train(spec, until=4)
+    arena.train(spec, until=5)
+    rewind_run(arena.lakehouse, "r", nonce="op", step=2, exclude=["lang = 'xx'"])
+    seen = rows_of_steps(arena.train(spec))
+    assert len([row for row in seen if row < 128]) == 64
+    assert {row for row in seen if row >= 128} <= set(range(128, 192, 2))
+    report = audit_run(arena.lakehouse, "r")
+    assert (report.exact, report.problems) == (True, ())
+
+
+def test_exclusion_follows_renamed_column(arena: Arena) -> None:
+    """Rows that come under the new name are excluded as well, and a rewind can name either."""
+    table = arena.table(appends=(128,))
+    spec = following(arena)
+    arena.train(spec, until=4)
+    rewind_run(arena.lakehouse, "r", nonce="op1", step=2, exclude=["even = true"])
+    with table.update_schema() as update:
+        update.rename_column("even", "is_even")
+    new = source_rows(128, 128)
+    arena.lakehouse.load("src.t").append(new.rename_columns([*new.column_names[:2], "is_even", *new.column_names[3:]]))
+    seen = rows_of_steps(arena.train(spec))
+    assert {row % 2 for row in seen} == {1}
+    assert len([row for row in seen if row >= 128]) >= 32
+    rewind_run(arena.lakehouse, "r", nonce="op2", step=2, exclude=["even = true", "is_even = false and row_id < 200"])
+    seen = rows_of_steps(arena.train(spec))
+    assert all(row % 2 and row >= 200 for row in seen)
+    report = audit_run(arena.lakehouse, "r")
+    assert (report.exact, report.problems) == (True, ())
+
+
+def test_rewind_past_unknown_rows_is_refused(arena: Arena) -> None:
+    """Where every launch would fail because the history of appends is lost, nothing is written."""
+    arena.table(appends=(128,))
+    spec = following(arena)
+    arena.train(spec)
+    append(arena, 128, 64)
+    rewrite(arena, but_first=10)
+    before = arena.rows("r")
+    with pytest.raises(AppendHistoryLost):
+        rewind_run(arena.lakehouse, "r", nonce="op", step=2, spec=spec)
+    assert arena.rows("r") == before
+    with pytest.raises(AppendHistoryLost):
+        arena.train(spec)
+    assert arena.rows("r") == before
+    lenient = spec.model_copy(update={"source": spec.source.model_copy(update={"on_overwrite": "read"})})
+    assert rewind_run(arena.lakehouse, "r", nonce="op", step=2, spec=lenient).step == 2
+    arena.train(lenient)
+
+
+@pytest.mark.soak
+def test_small_appends_commit_nothing_after_exclusion(arena: Arena) -> None:
+    """The branch's first checkpoint reports the rows left out. A trickle of rows must not push older checkpoints out."""
+    arena.table(appends=(128,))
+    spec = following(arena)
+    arena.train(spec)
+    rewind_run(arena.lakehouse, "r", nonce="op", step=2, exclude=["row_id >= 9999"])
+    arena.train(spec)
+    known = [row.checkpoint_id for row in arena.lineage("r")]
+    for start in (128, 136):
+        append(arena, start, 8)
+        assert arena.train(spec) == {}
+    assert [row.checkpoint_id for row in arena.lineage("r")] == known
+    assert audit_run(arena.lakehouse, "r").exact

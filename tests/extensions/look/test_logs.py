@@ -13,27 +13,23 @@ from typing import Any
 
 import pytest
 
-from dlac_pipeline.cli import main
 from dlac_pipeline.elastic.ranks.launch_folder import log_file
 from dlac_pipeline.lakehouse.ledger.commits import Attempt, claim, finish
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from tests.conftest import Arena, wait_until
+from tests.fixtures import Command
 
 DLAC = Path(sys.executable).parent / "dlac"
 Logs = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def logs(arena: Arena, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Logs:
+def logs(arena: Arena, here: Command) -> Logs:
     """Run `dlac logs` in this process; returns its exit status, output and errors."""
 
     def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["dlac", "logs", *arguments, "--home", str(arena.home)])
-        with pytest.raises(SystemExit) as ended:
-            main.main()
-        said = capsys.readouterr()
-        code = ended.value.code
-        return code if isinstance(code, int) else 0, said.out, " ".join(said.err.split())
+        done = here("logs", *arguments, home=arena.home)
+        return done.returncode, done.stdout, " ".join(done.stderr.split())
 
     return run
 

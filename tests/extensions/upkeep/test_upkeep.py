@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import math
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ from pyiceberg.table import CommitTableResponse
 from dlac_pipeline.extensions.upkeep.orphans import remove_orphans
 from dlac_pipeline.extensions.upkeep.upkeep import MIN_FILES, compact, run_upkeep
 from dlac_pipeline.lakehouse.config import KEEP_SNAPSHOTS
-from dlac_pipeline.lakehouse.errors import CommitConflict, LakehouseError, LedgerOlderThanStore
+from dlac_pipeline.lakehouse.errors import LakehouseError, LedgerOlderThanStore
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.lakehouse.ledger.commits import Attempt, claim, commit_checkpoint
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
@@ -86,35 +85,26 @@ def before_first_commit(monkeypatch: pytest.MonkeyPatch, happens: Callable[[], A
     outcomes: list[str] = []
 
     def commit_table(self: SqlCatalog, *request: Any) -> CommitTableResponse:
-        if not outcomes:
-            outcomes.append("sent")
+        outcomes.append("sent")
+        if len(outcomes) == 1:
             happens()
-        else:
-            outcomes.append("sent")
         return real(self, *request)
 
     monkeypatch.setattr(SqlCatalog, "commit_table", commit_table)
     return outcomes
 
 
-def test_appends_keep_the_newest_snapshots_and_all_rows(ledger: Ledger) -> None:
-    """However many commits there are, the table retains twenty snapshots, and every row."""
-    for step in range(STEPS + 1, 25):
-        checkpoint(ledger, step)
-    retained = ledger.lakehouse.own("consumption").snapshots()
-    assert len(retained) == KEEP_SNAPSHOTS
-    assert [snapshot.summary["dlac.seq"] for snapshot in retained if snapshot.summary] == [str(n) for n in range(6, 26)]
-    assert sorted({row.seq for row in ledger.rows(RUN)}) == list(range(1, 26))
-
-
 def test_tagged_snapshot_is_not_expired(ledger: Ledger) -> None:
-    """A tagged snapshot outlives any number of commits and an explicit expiry; those around it do not."""
+    """However many commits there are, the table retains twenty snapshots, each tagged one, and every row."""
     table = ledger.lakehouse.own("consumption")
     tagged = table.snapshots()[0].snapshot_id
     table.manage_snapshots().create_tag(tagged, "keep-me").commit()
     for step in range(STEPS + 1, 25):
         checkpoint(ledger, step)
-    assert len(ledger.lakehouse.own("consumption").snapshots()) == KEEP_SNAPSHOTS + 1
+    retained = ledger.lakehouse.own("consumption").snapshots()
+    newest = [snapshot.summary["dlac.seq"] for snapshot in retained[1:] if snapshot.summary]
+    assert (len(newest), newest) == (KEEP_SNAPSHOTS, [str(number) for number in range(6, 26)])
+    assert sorted({row.seq for row in ledger.rows(RUN)}) == list(range(1, 26))
     assert expire(ledger.lakehouse, "consumption", keep=3) == KEEP_SNAPSHOTS - 3
     left = ledger.lakehouse.own("consumption")
     assert tagged in {snapshot.snapshot_id for snapshot in left.snapshots()}
@@ -138,22 +128,10 @@ def test_tag_during_expiry_stays(ledger: Ledger, monkeypatch: pytest.MonkeyPatch
     assert other.own("consumption").refs()["just-made"].snapshot_id == oldest
 
 
-@pytest.mark.soak
-def test_two_expiries_at_once(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The slower one finds everything done."""
-    other = connect(ledger.lakehouse.config)
-    before_first_commit(monkeypatch, lambda: expire(other, "consumption", keep=4))
-    assert expire(ledger.lakehouse, "consumption", keep=4) == 0
-    assert len(other.own("consumption").snapshots()) == 4
-
-
-def test_compaction_merges_files_and_changes_no_row(ledger: Ledger) -> None:
-    """The files of a run become one: every value, every null, every seq and their order are as before; so is the fence."""
-    rows, state, properties = (
-        rows_of(ledger),
-        ledger.state(RUN).fence,
-        dict(ledger.lakehouse.own("consumption").properties),
-    )
+def test_upkeep_changes_no_row(ledger: Ledger, arena: Arena) -> None:
+    """The files of a run become one, and what a merge and expiry leave is removed. Rows, their order and the fence stay."""
+    rows, state = rows_of(ledger), ledger.state(RUN).fence
+    properties, before = dict(ledger.lakehouse.own("consumption").properties), files_of(arena)
     merged = compact(ledger.lakehouse)
     assert (merged.files, merged.into) == (STEPS + 1, 1)
     assert data_files(ledger.lakehouse) == 2  # and the other run's, which has too few
@@ -164,6 +142,16 @@ def test_compaction_merges_files_and_changes_no_row(ledger: Ledger) -> None:
         transaction.remove_properties(f"dlac.fence.{RUN}")
     assert ledger.state(RUN).fence == state  # from the rows
     assert compact(ledger.lakehouse).files == 0
+    expire(ledger.lakehouse, "consumption", keep=1)
+    removed = remove_orphans(ledger.lakehouse, "consumption")
+    left = files_of(arena)
+    assert len({path for path in left if path.suffix == ".parquet" and path.parts[-3] != "journal"}) == 2
+    assert removed.files > STEPS
+    assert removed.bytes > STEPS * 1000
+    assert len(before - left) > STEPS
+    assert rows_of(ledger) == rows
+    check_readable(ledger.lakehouse)
+    assert remove_orphans(ledger.lakehouse, "consumption").files <= 3  # what moving `main` itself has replaced
     checkpoint(ledger, STEPS + 1)
     assert rows_of(ledger).startswith(rows[:-1])
 
@@ -183,24 +171,6 @@ def test_commit_repeats_after_compaction(ledger: Ledger, monkeypatch: pytest.Mon
     check_readable(other)
 
 
-def test_orphans_are_removed_and_nothing_else(ledger: Ledger, arena: Arena) -> None:
-    """A sweep removes the files that expiry and compaction leave, and every retained snapshot can still be read."""
-    rows, before = rows_of(ledger), files_of(arena)
-    compact(ledger.lakehouse)
-    expire(ledger.lakehouse, "consumption", keep=1)
-    removed = remove_orphans(ledger.lakehouse, "consumption")
-    left = files_of(arena)
-    assert len({path for path in left if path.suffix == ".parquet" and path.parts[-3] != "journal"}) == 2
-    assert removed.files > STEPS
-    assert removed.bytes > STEPS * 1000
-    assert len(before - left) > STEPS
-    assert rows_of(ledger) == rows
-    check_readable(ledger.lakehouse)
-    assert remove_orphans(ledger.lakehouse, "consumption").files <= 3  # what moving `main` itself has replaced
-    checkpoint(ledger, STEPS + 1)
-    assert len(ledger.rows(RUN, kinds=(CheckpointRow,))) == STEPS + 1
-
-
 def test_a_sweep_in_the_middle_of_a_commit(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     """The files of a commit that is under way look like orphans: they are removed, and the commit is refused and repeated."""
     other = connect(ledger.lakehouse.config)
@@ -212,33 +182,6 @@ def test_a_sweep_in_the_middle_of_a_commit(ledger: Ledger, monkeypatch: pytest.M
     assert len(outcomes) == 3  # refused, `main` moved, landed
     assert len(ledger.rows(RUN, kinds=(CheckpointRow,))) == STEPS + 1
     check_readable(other)
-
-
-@pytest.mark.soak
-def test_commit_on_removed_files_is_repeated(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The table object that a slow commit read is so old that its manifests are gone: it reads again."""
-    stale = ledger.lakehouse.own("consumption")
-    run_upkeep(ledger.lakehouse, keep=1)
-    real = Lakehouse.own
-    given: list[str] = []
-
-    def own(self: Lakehouse, name: str) -> Any:
-        given.append(name)
-        return stale if len(given) == 1 else real(self, name)
-
-    monkeypatch.setattr(Lakehouse, "own", own)
-    checkpoint(ledger, STEPS + 1)
-    assert len(given) == 3  # also to see that what was decided may hold no more
-    given.clear()
-    stale = real(ledger.lakehouse, "consumption")
-    for step in (STEPS + 2, STEPS + 3):
-        checkpoint(ledger, step)
-    monkeypatch.undo()
-    run_upkeep(ledger.lakehouse, keep=1)
-    monkeypatch.setattr(Lakehouse, "own", own)
-    given.clear()
-    assert len(ledger.rows(RUN, kinds=(CheckpointRow,))) == STEPS + 3
-    assert len(given) == 2
 
 
 def test_truncated_metadata_is_removed(ledger: Ledger) -> None:
@@ -283,21 +226,6 @@ def test_upkeep_of_all_tables_leaves_source_tables_alone(ledger: Ledger, arena: 
     assert not any(each.busy for each in done.values())
     assert [snapshot.snapshot_id for snapshot in arena.lakehouse.load("src.t").snapshots()] == snapshots
     assert {path for path in (arena.home / "warehouse" / "src").rglob("*") if path.is_file()} == files
-
-
-@pytest.mark.soak
-def test_busy_table_is_left_for_later(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Upkeep that never wins reports it, and fails nothing."""
-
-    def refused(*_: Any) -> CommitTableResponse:
-        raise CommitConflict("somebody else was faster")
-
-    monkeypatch.setattr(SqlCatalog, "commit_table", refused)
-    monkeypatch.setattr("dlac_pipeline.extensions.upkeep.upkeep.retrying", partial(retrying, 0.5))
-    (busy,) = [each for each in run_upkeep(ledger.lakehouse) if each.busy]
-    assert (busy.table, busy.merged_files) == ("consumption", 0)
-    monkeypatch.undo()
-    assert data_files(ledger.lakehouse) == STEPS + 2 > MIN_FILES
 
 
 def test_the_dagster_job_puts_the_tables_in_order(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
