@@ -6,7 +6,7 @@ import pytest
 
 from dlac_pipeline.elastic.ranks.this_process import GROUP_VARIABLE, READER_VARIABLE, ThisProcess, this_process
 from dlac_pipeline.lakehouse.errors import SpecInvalid
-from dlac_pipeline.plan.slots import DataCoordinate
+from dlac_pipeline.plan.slots import DataCoordinate, reader_of
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", GROUP_VARIABLE, READER_VARIABLE)
 
@@ -57,6 +57,15 @@ def test_consecutive_processes_share_a_coordinate(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setenv(READER_VARIABLE, wrong)
         with pytest.raises(SpecInvalid, match=f"divides the 6 processes, found {wrong}"):
             this_process()
+
+
+def test_slot_names_its_rank() -> None:
+    """Each slot has one rank, the one whose slots have it, where the number of ranks divides the batch and where not."""
+    for batch_size in range(1, 33):
+        for ranks in range(1, batch_size + 1):
+            shares = [DataCoordinate(place, ranks).slots(batch_size) for place in range(ranks)]
+            named = [reader_of(slot, ranks, batch_size) for slot in range(batch_size)]
+            assert named == [place for place, slots in enumerate(shares) for _ in slots]
 
 
 def test_other_texts_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
