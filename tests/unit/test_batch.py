@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dlac_pipeline.extensions.dataset.batches import as_batch, as_dict
 from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.train.run_loader import cut, weigh
 
@@ -42,16 +41,6 @@ def test_losses_may_be_on_accelerator() -> None:
     assert batch.mean(torch.ones(2, device="meta")).device.type == "meta"
     assert batch.token_mean(torch.ones(2, 4, device="meta")).device.type == "meta"
     assert {batch.valid.device.type, batch["document"].device.type} == {"cpu"}
-
-
-def test_moved_batch_takes_losses_on_device() -> None:
-    """Accelerate moves dicts to the device in this way."""
-    given = as_dict(packed())
-    given["document"] = given["document"].to("meta")
-    given["dlac"] = {**given["dlac"], "valid": given["dlac"]["valid"].to("meta")}
-    moved = as_batch(given)
-    assert moved.mean(torch.ones(2, device="meta")).device.type == "meta"
-    assert moved.token_mean(torch.ones(2, 4, device="meta")).device.type == "meta"
 
 
 def rank_batch(rank: int, rows: int, *, world_size: int = 2, slots: int = 5) -> Batch:

@@ -244,16 +244,6 @@ def test_partial_tail_stays_pending(line: Line, length: int, size: int) -> None:
 
 
 @EXAMPLES
-@given(lines(), st.integers(1, 12))
-def test_cursor_is_independent_of_take_size(line: Line, length: int) -> None:
-    """The cursor after n sequences does not depend on the sizes of the calls."""
-    ones = read(line, length, [1], drain=True)
-    for count in range(1, len(ones) + 1):
-        packer = Packer(line.documents(Cursor()), length=length)
-        assert take(packer, count, lay_out=False).cursor == ones[count - 1].cursor
-
-
-@EXAMPLES
 @given(lines(), st.lists(st.integers(1, 4), min_size=1, max_size=3))
 def test_samples_resume_anywhere(line: Line, sizes: list[int]) -> None:
     """Without packing each item is a sample. All are read once and in order, and after every cursor the rest."""
