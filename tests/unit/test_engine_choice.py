@@ -16,12 +16,6 @@ def parts() -> dict[str, object]:
     return {"model": model, "optimizer": torch.optim.SGD(model.parameters())}
 
 
-@pytest.mark.parametrize(("engine", "kind"), [("auto", TorchState), ("torch", TorchState), ("dcp", DistributedState)])
-def test_spec_chooses_adapter(engine: str, kind: type) -> None:
-    """An unsharded model is replicated, unless the spec names DCP."""
-    assert isinstance(adapt(None, engine, **parts()), kind)
-
-
 def test_adapter_must_match_spec() -> None:
     """The adapter's name equals the spec's, or the spec has "auto"."""
     mine = TorchState(**parts())
@@ -35,3 +29,9 @@ def test_invalid_engine_is_refused() -> None:
     for engine, name, given in ((None, "auto", {}), (None, "deepspeed", parts()), (TorchState(), "auto", parts())):
         with pytest.raises(SpecInvalid, match=r"run\.restore"):
             adapt(engine, name, **given)
+
+
+@pytest.mark.parametrize(("engine", "kind"), [("auto", TorchState), ("torch", TorchState), ("dcp", DistributedState)])
+def test_spec_chooses_adapter(engine: str, kind: type) -> None:
+    """An unsharded model is replicated, unless the spec names DCP."""
+    assert isinstance(adapt(None, engine, **parts()), kind)

@@ -43,21 +43,6 @@ def test_states_of_any_size_follow_each_other(path: Path) -> None:
     file.close()
 
 
-def test_pages_are_mapped_once_until_the_end(path: Path) -> None:
-    """A second state of the same size uses the same pages. Nothing is mapped after the file is closed."""
-    file = MemoryFile(path, is_mapped=True)
-    state = {"weight": torch.rand(3 << 20)}
-    _check(file, path, state)
-    file.wait_for_pages()
-    pages = _mapping(path)
-    assert pages
-    _check(file, path, {"weight": -state["weight"]})
-    file.wait_for_pages()
-    assert _mapping(path) == pages
-    file.close()
-    assert not _mapping(path)
-
-
 def test_file_that_was_cut_is_written_again(path: Path) -> None:
     """Pages that the file has lost are not touched, which would end the process."""
     file = MemoryFile(path, is_mapped=True)
@@ -68,15 +53,6 @@ def test_file_that_was_cut_is_written_again(path: Path) -> None:
     with path.open("r+b") as cut:
         cut.truncate(5000)
     _check(file, path, state)
-    file.close()
-
-
-def test_small_files_are_not_mapped(path: Path) -> None:
-    """The state of the random generators needs no mapping."""
-    file = MemoryFile(path, is_mapped=True)
-    _check(file, path, {"bias": torch.rand(7)})
-    file.wait_for_pages()
-    assert not _mapping(path)
     file.close()
 
 

@@ -1,15 +1,19 @@
-"""A replicated state is loaded from a mapped file, which another program may write afterwards."""
+"""A replicated state is loaded from a mapped file, which another program may write afterwards. So are random generators."""
 
 from __future__ import annotations
 
+import random
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from dlac_pipeline.checkpoint.engines import TorchState
+from dlac_pipeline.checkpoint.rng import load_rng, save_rng, seed_rng
+from dlac_pipeline.checkpoint.stage.copies import Direct
 
 
 class _Keeps:
@@ -74,3 +78,18 @@ def test_no_part_keeps_the_file(tmp_path: Path, swaps: bool) -> None:
         expected, found = _tensors(part.state_dict()), _tensors(loaded[name].state_dict())
         assert len(expected) == len(found) > 0
         assert all(map(torch.equal, expected, found)), name
+
+
+def draw() -> list[float]:
+    """Draw the next number of each generator."""
+    return [random.random(), float(np.random.random()), float(torch.rand(()))]
+
+
+def test_generators_resume_where_saved(tmp_path: Path) -> None:
+    """Each generator resumes, whatever was drawn between the save and the restore."""
+    seed_rng(1, 2, 3)
+    save_rng(tmp_path, 0, Direct().write)
+    expected = draw()
+    assert draw() != expected
+    load_rng(tmp_path, 0)
+    assert draw() == expected
