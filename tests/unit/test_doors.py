@@ -39,7 +39,6 @@ def test_entry_of_distribution_loads() -> None:
             "cta",
             "expected an installed animal in pet, found 'cta': did you mean 'cat'? Installed are cat, dog, emu, fish, owl",
         ),
-        ("horse", "expected an installed animal in pet, found 'horse': installed are cat, dog, emu, fish, owl"),
         (
             "owl",
             "expected pet = 'owl' to load, found No module named 'feathers_that_nobody_has': pip install \"zoo[birds]\"",

@@ -13,13 +13,10 @@ from dlac_pipeline.spec.job_spec import SourceSpec
     ("identifier", "place"),
     [
         ("delta:/data/events", ("delta", "/data/events")),
-        ("hudi:s3://lake/events", ("hudi", "s3://lake/events")),
         ("of-another-author:/data", ("of-another-author", "/data")),
         ("docs.pages", None),
-        ("s3://lake/events", None),
         ("lake:docs.pages", None),
         ("delta:docs.pages", None),
-        ("lake:docs.a/b", None),
     ],
 )
 def test_location_marks_other_formats(identifier: str, place: tuple[str, str] | None) -> None:
