@@ -12,16 +12,10 @@ from collections.abc import Callable
 import pytest
 
 
-def bind() -> None:
-    """Bind a socket."""
+def use_socket(method: str) -> None:
+    """Bind or connect a socket."""
     with socket.socket() as opened:
-        opened.bind(("127.0.0.1", 0))
-
-
-def connect() -> None:
-    """Connect a socket."""
-    with socket.socket() as opened:
-        opened.connect(("127.0.0.1", 1))
+        getattr(opened, method)(("127.0.0.1", 1))
 
 
 @pytest.mark.parametrize(
@@ -29,8 +23,8 @@ def connect() -> None:
     [
         (lambda: subprocess.run([sys.executable, "-V"], check=True), "start no process"),
         (os.fork, "start no process"),
-        (bind, "open no socket"),
-        (connect, "open no socket"),
+        (lambda: use_socket("bind"), "open no socket"),
+        (lambda: use_socket("connect"), "open no socket"),
         (lambda: time.sleep(0.1), "sleep at most"),
     ],
 )
