@@ -78,22 +78,6 @@ ROWS = pa.table(
 )
 
 
-def test_columns_are_found_by_field_id() -> None:
-    """Renamed, reordered, widened and dropped columns, and a new column under an old name, are read by the schema."""
-    new = Schema(
-        optional(3, "real", DoubleType()),
-        optional(2, "a", StringType()),
-        optional(1, "n", LongType()),
-        optional(5, "b", LongType()),
-    )
-    file = parquet(ROWS, OLD)
-    found = read(file, new)
-    assert found.to_pylist() == [{"real": 0.5, "a": "x", "n": 1, "b": None}, dict.fromkeys(["real", "a", "n", "b"])]
-    assert found.schema.types == [pa.float64(), pa.string(), pa.int64(), pa.int64()]
-    columns = FileColumns.of(file.schema_arrow, new, ["b", "n"])
-    assert (columns.in_file, columns.absent) == (["a"], ["b"])
-
-
 def test_file_without_ids_uses_name_mapping() -> None:
     """A name mapping decides, even an empty one. Without a mapping the schema's names decide."""
     schema = Schema(optional(1, "a", LongType()), optional(2, "b", StringType()))

@@ -1,8 +1,9 @@
-"""The Dagster definitions of this repository's project: names, descriptions, and what starts automatically."""
+"""The Dagster definitions of this project: names, descriptions, what starts automatically, and the check of a rehearsal."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import dagster as dg
 import pytest
@@ -11,7 +12,11 @@ from dagster._core.events import RunFailureReason
 from dagster._core.execution.retries import auto_reexecution_should_retry_run
 
 from dlac_pipeline.dagster import IcebergTable, TrainingRun
-from dlac_pipeline.dagster.training_runs import RUNS_JOB, plan_key
+from dlac_pipeline.dagster.assets.checks import rehearse_model
+from dlac_pipeline.dagster.training_runs import RUNS_JOB, model_key, plan_key
+from dlac_pipeline.lakehouse.config import LakehouseConfig
+from dlac_pipeline.lakehouse.errors import DlacError, NoRestorableCheckpoint, NothingToRehearse
+from dlac_pipeline.lakehouse.iceberg.connect import connect
 from examples.demo.local_dagster import SETTINGS
 from jobs import definitions
 from tests.small_records import raw_spec
@@ -96,3 +101,27 @@ def test_queue_has_no_limit() -> None:
         queue = dg.QueuedRunCoordinator(**settings["run_coordinator"]["config"]).get_run_queue_config()
     assert queue.max_concurrent_runs == -1
     assert [limit["key"] for limit in queue.tag_concurrency_limits] == ["dlac/run"]
+
+
+ERROR, WARN = dg.AssetCheckSeverity.ERROR, dg.AssetCheckSeverity.WARN
+
+
+@pytest.mark.parametrize(
+    ("error", "severity", "description"),
+    [
+        (NothingToRehearse("expected a checkpoint that has a successor"), WARN, "expected a checkpoint"),
+        (NoRestorableCheckpoint("all are damaged"), ERROR, "NoRestorableCheckpoint: all are damaged"),
+    ],
+)
+def test_impossible_rehearsal_is_warning(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any, error: DlacError, severity: dg.AssetCheckSeverity, description: str
+) -> None:
+    """A run that cannot be rehearsed proves nothing about its checkpoints. Every other error is one of the run."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("dlac_pipeline.extensions.replay.rehearse.rehearse_run", fail)
+    result = rehearse_model(connect(LakehouseConfig().at_home(tmp_path)), "r")
+    assert (result.passed, result.severity, result.asset_key) == (False, severity, model_key("r"))
+    assert (result.description or "").startswith(description)

@@ -1,4 +1,4 @@
-"""A replicated state is loaded from a mapped file, which another program may write afterwards. So are random generators."""
+"""The choice of the adapter of a state. A replicated one is loaded from a mapped file, which may be written afterwards."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from dlac_pipeline.checkpoint.engines import TorchState
+from dlac_pipeline.checkpoint.engines import TorchState, adapt
+from dlac_pipeline.checkpoint.engines.distributed_state import DistributedState
 from dlac_pipeline.checkpoint.rng import load_rng, save_rng, seed_rng
 from dlac_pipeline.checkpoint.stage.copies import Direct
+from dlac_pipeline.lakehouse.errors import SpecInvalid
 
 
 class _Keeps:
@@ -93,3 +95,30 @@ def test_generators_resume_where_saved(tmp_path: Path) -> None:
     assert draw() != expected
     load_rng(tmp_path, 0)
     assert draw() == expected
+
+
+def parts() -> dict[str, object]:
+    """Return a model and its optimizer."""
+    model = torch.nn.Linear(2, 2)
+    return {"model": model, "optimizer": torch.optim.SGD(model.parameters())}
+
+
+def test_adapter_must_match_spec() -> None:
+    """The adapter's name equals the spec's, or the spec has "auto"."""
+    mine = TorchState(**parts())
+    assert adapt(mine) is adapt(mine, "torch") is mine
+    with pytest.raises(SpecInvalid, match=r"checkpoint\.engine = 'deepspeed', found that the script restores 'torch'"):
+        adapt(mine, "deepspeed")
+
+
+def test_invalid_engine_is_refused() -> None:
+    """An empty call, parts for DeepSpeed, and an engine together with parts are refused."""
+    for engine, name, given in ((None, "auto", {}), (None, "deepspeed", parts()), (TorchState(), "auto", parts())):
+        with pytest.raises(SpecInvalid, match=r"run\.restore"):
+            adapt(engine, name, **given)
+
+
+@pytest.mark.parametrize(("engine", "kind"), [("auto", TorchState), ("torch", TorchState), ("dcp", DistributedState)])
+def test_spec_chooses_adapter(engine: str, kind: type) -> None:
+    """An unsharded model is replicated, unless the spec names DCP."""
+    assert isinstance(adapt(None, engine, **parts()), kind)
