@@ -4,7 +4,6 @@ import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from threading import Thread
 
 import pytest
 import torch
@@ -84,27 +83,6 @@ def test_memory_is_freed_while_a_child_has_the_file(path: Path) -> None:
         path.unlink()
         file.free()
         assert os.fstat(left.fileno()).st_blocks == 0
-
-
-def test_files_are_written_without_threads_or_mappings(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A limit of threads, a kernel that cannot map pages ahead, and a folder on a disk cost only speed."""
-    state = {"weight": torch.rand(3 << 20)}
-
-    def fail(*arguments: object) -> None:
-        raise RuntimeError("can't start new thread")
-
-    for attribute, replacement in (("start", fail), ("run", lambda thread: None)):
-        with monkeypatch.context() as patch:
-            patch.setattr(Thread, attribute, replacement)
-            file = MemoryFile(path, is_mapped=True)
-            _check(file, path, state)
-            _check(file, path, state)
-            file.close()
-    file = MemoryFile(path, is_mapped=False)
-    _check(file, path, state)
-    file.wait_for_pages()
-    assert not _mapping(path)
-    file.close()
 
 
 def test_shared_memory_is_told_from_a_disk() -> None:

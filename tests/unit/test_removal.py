@@ -106,22 +106,6 @@ def test_failed_removal_is_retried_and_logged_once(store: Store, caplog: pytest.
     assert store.tries == tries  # nothing is left, and left-over folders are listed once
 
 
-def test_many_failures_cost_commit_little(store: Store) -> None:
-    """A few failed removals are retried after each checkpoint, oldest first, and new removals do not wait for them."""
-    many = 3 * retentions.AGAIN_AT_ONCE
-    retention = store.retention(many)
-    store.stuck = set(range(many))
-    retention.sweep()
-    assert store.tries == many
-    retention.committed(store.row(many), [])
-    wait_for_removals()
-    assert store.tries == many + retentions.AGAIN_AT_ONCE
-    store.stuck = set()
-    retention.committed(store.row(many + 1), [str(many)])
-    wait_for_removals()
-    assert store.existing == [*range(retentions.AGAIN_AT_ONCE), *range(2 * retentions.AGAIN_AT_ONCE, many), many + 1]
-
-
 def test_unlistable_store_is_swept_later(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Left-over folders are looked for until a listing succeeds."""
     retention = store.retention(2)
