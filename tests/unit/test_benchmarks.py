@@ -16,6 +16,8 @@ from benchmarks.paper_parts.summary import summarize
 from benchmarks.soak_faults.choosing import KINDS, choose
 from benchmarks.soak_faults.strikes import STRIKES
 
+pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries cause warnings
+
 
 def test_all_valid_pairs_are_covered() -> None:
     """Each pair of values that a valid combination can have is in one of the first hundred."""
@@ -39,9 +41,6 @@ def test_reduction_keeps_the_guilty_pair() -> None:
     """All values become the simplest ones, except the values that the failure needs."""
     left = reduce(quick_list()[1], lambda each: (each["engine"], each["memory"]) == ("dcp", "on"))
     assert {name for name in FACTORS if left[name] != FACTORS[name][0]} == {"engine", "memory"}
-
-
-pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries cause warnings
 
 
 def test_every_kind_is_chosen() -> None:
