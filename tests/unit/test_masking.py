@@ -106,7 +106,11 @@ def test_passwords_of_addresses_are_masked(secret: str, user: str, scheme: str) 
 @pytest.mark.parametrize(
     "text",
     [
+        f"https://me:a@{SECRET}@h/x",
         f"https://me:a/{SECRET}@h/x",
+        f"?key={SECRET}&b=1",
+        f"password: {SECRET}",
+        f"AWS_SECRET_ACCESS_KEY={SECRET}/{SECRET}",
         f"postgres://u:pa {SECRET}@h/d",
         f"https://{SECRET}{SECRET}@github.com/x",
         f"Authorization: Bearer {SECRET}",

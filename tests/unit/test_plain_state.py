@@ -85,6 +85,7 @@ def test_plain_state_is_unchanged() -> None:
 
 REFUSED: list[tuple[Any, str, str]] = [
     (np.zeros(2), r"numpy\.ndarray", "_reconstruct"),
+    (np.longdouble(1), r"numpy\.longdouble", "scalar"),
     (defaultdict(int, a=1), r"collections\.defaultdict", r"collections\.defaultdict"),
     (Pair(1, 2), r".*\.Pair", r"\.Pair"),
     (Kind.WARM, r".*\.Kind", r"\.Kind"),
