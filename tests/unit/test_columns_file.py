@@ -130,6 +130,7 @@ def test_unreadable_columns_are_refused() -> None:
         (pa.array([[1], None], pa.large_list(pa.int64())), ListType(2, LongType(), element_required=True)),
         (pa.array([[["a"], None], None]), ListType(2, ListType(3, StringType()), element_required=False)),
         (pa.array([Decimal("1.25"), None], pa.decimal128(5, 2)), DecimalType(20, 2)),
+        (pa.array([1, None], pa.uint8()), IntegerType()),
         (pa.array([1, None], pa.timestamp("ms")), TimestampType()),
         (pa.array([1_999, None], pa.timestamp("ns")), TimestampType()),
         (pa.array([b"0123456789abcdef", None], pa.binary(16)), UUIDType()),

@@ -104,6 +104,7 @@ def silent_after(ranks: Ranks, looked_s: float) -> Exit | None:
         ([(Phase.TRAINING, 1.0), (Phase.TRAINING, 11.0), (Phase.CHECKPOINT, 12.0)], 2),
         ([(Phase.TRAINING, 1.0), (Phase.TRAINING, 9.0)], None),
         ([(Phase.TRAINING, 50.0), (Phase.LOADING, 50.0)], None),
+        ([(Phase.DONE, 5000.0), (Phase.DONE, 5000.0)], None),
         ([(Phase.DONE, 5000.0), (Phase.CHECKPOINT, 9.0)], None),
         ([(Phase.DONE, 5000.0), (Phase.CHECKPOINT, 11.0)], 1),
     ],

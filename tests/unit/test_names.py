@@ -71,6 +71,7 @@ def test_ledger_refuses_bad_run(lakehouse: Lakehouse) -> None:
 
 COMMANDS = [
     *("recover RUN", "status RUN", "audit RUN --explain", "incidents RUN", "rehearse RUN --spec SPEC"),
+    *("audit RUN", "checkpoint list RUN", "checkpoint verify RUN --spec SPEC", "checkpoint untag RUN good --spec SPEC"),
     *("checkpoint export RUN w.safetensors --spec SPEC", "checkpoint tag RUN good --spec SPEC"),
     *("checkpoint retire RUN --spec SPEC", "rewind RUN --to-step 1 --spec SPEC", "fork RUN --as new --spec SPEC"),
 ]

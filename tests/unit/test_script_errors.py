@@ -78,6 +78,8 @@ def test_place_ignores_message(tmp_path: Path) -> None:
     "statement",
     [
         "raise ValueError('x' * 10**6)",
+        "raise ValueError('\\x00\\x1b' * 10**5)",
+        "raise ValueError('\\udcff' * 10**5)",
         "raise ExceptionGroup('many', [ValueError('é' * 10**5)] * 50)",
         "train()",
         "raise type('Odd', (Exception,), {'__str__': lambda self: 1 / 0})()",

@@ -152,6 +152,10 @@ def text_of(event: dict[str, Any]) -> str:
             "recovered in 1.2 s from memory of step 53; 1 row replayed\n",
         ),
         ({"event": "attempt", "attempt": 5, "step": 1_234}, "attempt 5 resumes after step 1,234\n"),
+        (
+            {"event": "checkpoint", "checkpoint_id": "c", "step": 10, "rows": 1, "bytes": 19_314, "duration_s": 0.42},
+            "checkpoint c step 10, 1 row, 19.3 kB in 0.4 s\n",
+        ),
         ({"event": "left", "step": 7, "total_steps": None}, "the script ended at step 7, after a checkpoint"),
     ],
 )

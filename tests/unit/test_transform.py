@@ -78,6 +78,7 @@ def test_function_is_loaded_from_module(tmp_path: Path, monkeypatch: pytest.Monk
         ("{tmp}/missing.py:f", "expected the transform's file"),
         ("{tmp}/raises.py:f", "ZeroDivisionError"),
         ("{tmp}/a.py:f", "expected a function 'f' in '.*a.py', found None"),
+        ("no_such_module_here:f", "ModuleNotFoundError"),
         ("math:pi", "expected a function 'pi'"),
         ("sys:intern", "expected the source file"),
     ],

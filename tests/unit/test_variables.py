@@ -105,6 +105,7 @@ def test_ranks_per_node_follow_job(monkeypatch: pytest.MonkeyPatch) -> None:
     ("options", "message"),
     [
         (["--tee", "3"], "--tee"),
+        (["--no-such-option"], "no-such-option"),
         (["other.py"], "other.py"),
         (["--rdzv-id", "x"], "--rdzv-id = 'r'"),
         (["--rdzv-conf", "is_host=1"], "is_host"),
