@@ -80,7 +80,7 @@ def test_unneeded_memory_is_released(tmp_path: Path) -> None:
         copies = Copies(memory)
         pair = Pair(torch.full((size,), 7.0), 3)
         copies.write(tmp_path / f"{size}.pt", pair)
-        kept.append(weakref.ref(*copies.storages))
+        kept += [weakref.ref(storage) for storage in copies.storages]
         copies.handed_over()
         pair.first.zero_()
         copies.finish()
