@@ -18,6 +18,9 @@ FINISHED = "done"
 """A finished run of the lakehouse of the inputs, started by a script as with torchrun."""
 LAUNCHED = "launched"
 """A run of that lakehouse that DLAC launched, and that has no checkpoint."""
+LOOP = {"loop": "loop"}
+"""A link to itself."""
+PLAN, TRAIN = ["plan", "spec.yaml"], ["train", "spec.yaml"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,14 +61,7 @@ def damaged(content: bytes) -> dict[str, bytes]:
     """Return other contents in place of a file's contents, by their names."""
     half = len(content) // 2
     flipped = content[:half] + bytes([content[half] ^ 1]) + content[half + 1 :] if content else b"x"
-    texts = {
-        "text": b"hello",
-        "null": b"null",
-        "number": b"5",
-        "list": b"[]",
-        "object": b"{}",
-        "long number": b"9" * 5000,
-    }
+    texts = {"text": b"hello", "null": b"null", "list": b"[]", "object": b"{}", "long number": b"9" * 5000}
     others = {"zeros": bytes(64), "bytes": bytes(range(256)), "deep": b"[" * 100_000, "a changed bit": flipped}
     return {"nothing": b"", "half": content[:half], **texts, **others}
 
@@ -73,7 +69,8 @@ def damaged(content: bytes) -> dict[str, bytes]:
 def bad_files(spec: Mapping[str, Any], made: Made) -> Iterator[BadInput]:
     """Yield bad inputs of files. `spec` is a valid job spec."""
     found = [part(dict(spec), made) for part in (_passports, _records, _certificates, _recorded_specs, _adopted)]
-    found += [part(dict(spec), made) for part in (_shadows, _loaders, _queries, _job_files, _beside_jobs)]
+    found += [part(dict(spec), made) for part in (_shadows, _loaders, _queries, _job_files)]
+    found += [part(dict(spec), made) for part in (_tokenizers, _functions, _beside_jobs)]
     yield from chain.from_iterable(found)
 
 
@@ -120,15 +117,10 @@ def _records(_: dict[str, Any], made: Made) -> Iterator[BadInput]:
     asked = ["audit", FINISHED, "--record", "r.audit"]
     for name, content in (damaged(made.record) | {"other Parquet": made.parquet, "weights": made.weights}).items():
         yield BadInput(kind="audit record", name=name, arguments=asked, files={"r.audit": content})
-    yield BadInput(
-        kind="audit record",
-        name="of another run",
-        arguments=["audit", LAUNCHED, *asked[2:]],
-        files={"r.audit": made.record},
-    )
-    for place in ("missing/r.audit", ".", "/", "loop", "loop/r.audit", "", "~nouser/r.audit", "x" * 300):
-        arguments = ["audit", FINISHED, "--record", place]
-        yield BadInput(kind="audit record", name=repr(place), arguments=arguments, links={"loop": "loop"})
+    files, other = {"r.audit": made.record}, ["audit", LAUNCHED, *asked[2:]]
+    yield BadInput(kind="audit record", name="of another run", arguments=other, files=files)
+    for place in ("missing/r.audit", ".", "loop", "loop/r.audit", "", "~nouser/r.audit", "x" * 300):
+        yield BadInput(kind="audit record", name=repr(place), arguments=[*asked[:3], place], links=LOOP)
 
 
 def _certificates(_: dict[str, Any], made: Made) -> Iterator[BadInput]:
@@ -139,23 +131,9 @@ def _certificates(_: dict[str, Any], made: Made) -> Iterator[BadInput]:
         return BadInput(kind="certificate", name=name, arguments=asked, files={"c.json": content, **keys})
 
     snapshots = dict.fromkeys(("consumption", "units", "plans", "legs", "row_keys"))
-    certificate = {
-        **{
-            "id": "x",
-            "table": "src.t",
-            "table_uuid": "x",
-            "filters": ["row_id = 5"],
-            "runs": [],
-            "rows": {},
-            "script": "",
-        },
-        **{
-            "format_version": 1,
-            "certified_at": "2026-11-29T00:00:00+00:00",
-            "dlac_version": "1",
-            "snapshots": snapshots,
-        },
-    }
+    about = {"id": "x", "format_version": 1, "certified_at": "2026-11-29T00:00:00+00:00", "dlac_version": "1"}
+    table = {"table": "src.t", "table_uuid": "x", "filters": ["row_id = 5"], "snapshots": snapshots}
+    certificate = {**about, **table, "runs": [], "rows": {}, "script": ""}
     for name, content in damaged(_signed(made.key, certificate)).items():
         yield verified(name, content)
     for name, facts in _changed(json.dumps(certificate).encode()):
@@ -163,14 +141,10 @@ def _certificates(_: dict[str, Any], made: Made) -> Iterator[BadInput]:
     others: list[Any] = [None, [], "x"]
     for value in others:
         yield verified(f"signed, {value!r}", _signed(made.key, value))
+    files = {"c.json": _signed(made.key, certificate), **keys}
     for key in ("missing.pem", ".", "loop", "", "c.json", "key.pem", "~nouser/key.pem"):
-        yield BadInput(
-            kind="key",
-            name=f"public {key!r}",
-            links={"loop": "loop"},
-            arguments=["forget", "verify", "c.json", "--key", key],
-            files={"c.json": _signed(made.key, certificate), **keys},
-        )
+        arguments = ["forget", "verify", "c.json", "--key", key]
+        yield BadInput(kind="key", name=f"public {key!r}", arguments=arguments, files=files, links=LOOP)
     for name, content in damaged(made.key).items():
         yield verified(f"key: {name}", _signed(made.key, certificate), "other.pem")
         asked = ["forget", "rows", "src.t", "--where", "row_id = 5", "--certify", "new.json", "key.pem"]
@@ -228,16 +202,13 @@ def _adopted(spec: dict[str, Any], made: Made) -> Iterator[BadInput]:
     for file in (".metadata", "mp_rank_00_model_states.pt", "model.safetensors", "model.safetensors.index.json"):
         for name, content in damaged(made.weights[:200]).items():
             yield adopted(f"{file}: {name}", {file: content})
-    for latest in (b"", b"nope", b"..", b"/", b"a\0b", b"x" * 300, b"~nouser", bytes(range(128, 256))):
+    for latest in (b"", b"nope", b"..", b"a\0b", b"x" * 300, bytes(range(128, 256))):
         yield adopted(f"latest = {latest[:20]!r}", {"latest": latest})
-    for tag in ("", " ", "nope", "..", "/", "~nouser", "x" * 300):
+    for tag in ("", " ", "nope", "..", "/", "x" * 300):
         yield adopted(f"--tag {tag[:20]!r}", {"file": b""}, "--tag", tag)
-    for name, links in {
-        "loop": {"old": "old"},
-        "dangling": {"old": "nowhere"},
-        "loop inside": {"old/.metadata": ".metadata"},
-    }.items():
-        yield adopted(name, {"x": b""} if "/" in next(iter(links)) else {}, links=links)
+    yield adopted("loop", {}, links={"old": "old"})
+    yield adopted("dangling", {}, links={"old": "nowhere"})
+    yield adopted("loop inside", {"x": b""}, links={"old/.metadata": ".metadata"})
     yield BadInput(kind="adopt", name="a file", arguments=["checkpoint", "adopt", "spec.yaml", "spec.yaml"], spec=spec)
 
 
@@ -262,24 +233,19 @@ def _shadows(spec: dict[str, Any], made: Made) -> Iterator[BadInput]:
 
 def _loaders(_: dict[str, Any], __: Made) -> Iterator[BadInput]:
     contents = {
-        "nothing": b"",
         "no function": b"x = 5\n",
         "a number": b"open_loader = 5\n",
-        "syntax": b"def open_loader(:\n",
-        "bytes": bytes(range(256)),
         "raises": b"raise RuntimeError('x')\n",
         "exits": b"import sys\nsys.exit(0)\n",
         "dies": b"import os\nos._exit(0)\n",
-        "imports": b"import nope_package\n",
         "other parameters": b"def open_loader():\n    return []\n",
-        "NUL": b"x = '\0'\n",
     }
     for name, content in contents.items():
         arguments = ["check-loader", "loader.py", "--only", "read_once", "--limit-s", "10"]
         yield BadInput(kind="loader", name=name, arguments=arguments, files={"loader.py": content})
     for file in ("missing.py", ".", "loop.py", "~nouser/loader.py", "loader.txt", ""):
         yield BadInput(kind="loader", name=repr(file), arguments=["check-loader", file], links={"loop.py": "loop.py"})
-    for python in ("/bin/false", "/dev/null", "nope", " ", "/", "/bin/true"):
+    for python in ("/bin/false", "/dev/null", "nope", " ", "/bin/true"):
         arguments = ["check-loader", "loader.py", "--python", python]
         yield BadInput(kind="loader", name=f"--python {python!r}", arguments=arguments, files={"loader.py": b"x = 5\n"})
 
@@ -289,13 +255,10 @@ def _queries(_: dict[str, Any], made: Made) -> Iterator[BadInput]:
         content = damaged(b"SELECT * FROM WHERE nope")[name]
         yield BadInput(kind="query file", name=name, arguments=["sql", "@q.sql"], files={"q.sql": content})
     for file in ("missing.sql", ".", "loop", "", "~nouser/q.sql", "x" * 300):
-        yield BadInput(kind="query file", name=repr(file), arguments=["sql", f"@{file}"], links={"loop": "loop"})
-    for place in (".", "/", "missing/x.duckdb", "loop", "full.duckdb", "x" * 300, "~nouser/x", "", " "):
-        arguments = ["sql", "--database", place]
-        files = {"full.duckdb": b"content"}
-        yield BadInput(
-            kind="query file", name=f"--database {place!r}", arguments=arguments, files=files, links={"loop": "loop"}
-        )
+        yield BadInput(kind="query file", name=repr(file), arguments=["sql", f"@{file}"], links=LOOP)
+    for place in (".", "missing/x.duckdb", "loop", "full.duckdb", "x" * 300, "~nouser/x", "", " "):
+        arguments, files = ["sql", "--database", place], {"full.duckdb": b"content"}
+        yield BadInput(kind="query file", name=f"--database {place!r}", arguments=arguments, files=files, links=LOOP)
 
 
 def _job_files(_: dict[str, Any], made: Made) -> Iterator[BadInput]:
@@ -303,114 +266,79 @@ def _job_files(_: dict[str, Any], made: Made) -> Iterator[BadInput]:
     contents = {
         "many aliases.yaml": bomb.encode(),
         "circle.yaml": b"run: &a [*a]\nsource: &b {x: *b}\n",
+        "binary.yaml": bytes(range(256)),
+        "half.yaml": b"source: {table: [",
+        "list.yaml": b"- a\n- b\n",
+        "tagged.yaml": b"run: !!python/object/apply:os.system ['true']\n",
+        "spec.txt": b"run = 'a'",
+        "twice.toml": b"run = 'a'\nrun = 'b'\n",
         "deep.yaml": b"[" * 5000,
-        "deep.toml": b"x = " + b"[" * 5000,
         "long number.toml": b"run = " + b"9" * 5000,
-        "date.toml": b"run = 2026-11-29\n",
         "keys.yaml": b"1: 2\nnull: 3\n",
-        "merged.yaml": b"<<: 5\n",
         "two.yaml": b"run: a\n---\nrun: b\n",
         "latin.toml": "run = 'é'".encode("latin-1"),
-        "mark.toml": "\ufeffrun = 'a'\n".encode(),
-        "zeros.yaml": bytes(64),
     }
     for name, content in contents.items():
         yield BadInput(kind="spec file", name=name, arguments=["plan", name], files={name: content})
     composed, decomposed = "\u00e9.toml", "e\u0301.toml"  # NFC and NFD
     yield BadInput(kind="spec file", name="NFC of an NFD name", arguments=["plan", composed], files={decomposed: b""})
     yield BadInput(kind="spec file", name="NFD of an NFC name", arguments=["plan", decomposed], files={composed: b""})
-    for name in (
-        "loop.toml",
-        "dangling.yaml",
-        "folder.toml",
-        "~nouser/job.toml",
-        "x" * 300 + ".toml",
-        "loop.toml/x.toml",
-    ):
-        links = {"loop.toml": "loop.toml", "dangling.yaml": "nowhere"}
+    for name in ("missing.toml", ".", "", "a\nb.toml", "[/b].toml"):
+        yield BadInput(kind="spec file", name=repr(name), arguments=["plan", name])
+    links, files = {"loop.toml": "loop.toml", "dangling.yaml": "nowhere"}, {"folder.toml/x": b""}
+    for name in ("loop.toml", "dangling.yaml", "folder.toml", "x" * 300 + ".toml", "loop.toml/x.toml"):
         for command in (["plan", name], ["status", FINISHED, "--spec", name], ["init", name, "--add", "second"]):
-            yield BadInput(
-                kind="spec file",
-                name=f"{command[0]} {name!r}",
-                arguments=command,
-                links=links,
-                files={"folder.toml/x": b""},
-            )
+            text = f"{command[0]} {name!r}"
+            yield BadInput(kind="spec file", name=text, arguments=command, links=links, files=files)
 
 
-def _beside_jobs(spec: dict[str, Any], made: Made) -> Iterator[BadInput]:
-    """Yield files that a job spec names: script, transform, tokenizer, key."""
+def _tokenizers(spec: dict[str, Any], _: Made) -> Iterator[BadInput]:
     text = {**spec, "source": {"table": "src.t", "columns": ["name"]}}
-    places = ("missing.json", ".", "loop", "x" * 300 + ".json", "~nouser/t.json", "folder")
     tokenizers = {name: ("t.json", content) for name, content in damaged(b'{"version": "1.0"}').items()}
-    for name, (file, content) in (tokenizers | {repr(each): (each, b"") for each in places}).items():
+    tokenizers |= {repr(file): (file, b"") for file in ("missing.json", ".", "loop", "~nouser/t.json", "folder")}
+    for name, (file, content) in tokenizers.items():
         named = {**text, "sequences": {"length": 8, "tokenizer": file}}
         files = {"t.json": content, "folder/x": b""}
-        yield BadInput(
-            kind="tokenizer",
-            name=name,
-            arguments=["plan", "spec.yaml"],
-            spec=named,
-            files=files,
-            links={"loop": "loop"},
-        )
-    functions = {
-        "nothing": b"",
-        "syntax": b"def f(:\n",
-        "a number": b"f = 5\n",
-        "raises": b"raise RuntimeError('x')\n",
-        "bytes": bytes(range(256)),
-        "exits": b"import sys\nsys.exit(0)\n",
-    }
+        yield BadInput(kind="tokenizer", name=name, arguments=PLAN, spec=named, files=files, links=LOOP)
+
+
+def _functions(spec: dict[str, Any], _: Made) -> Iterator[BadInput]:
+    """Yield scripts of transforms, and paths of training scripts."""
     of_rows = {
         "no parameter": b"def f():\n    return 5\n",
         "returns a number": b"def f(b):\n    return 5\n",
         "raises": b"def f(b):\n    raise RuntimeError('x')\n",
     }
+    settings = {"table": "src.t", "columns": ["row_id"], "batch_size": 32, "transform": "t.py:f"}
     for name, content in of_rows.items():
-        settings = {"table": "src.t", "columns": ["row_id"], "batch_size": 32, "transform": "t.py:f"}
         yield BadInput(kind="transform", name=f"of rows: {name}", dataset=settings, files={"t.py": content})
-    for name, content in functions.items():
-        named = {**spec, "source": {**spec["source"], "transform": "t.py:f"}}
-        yield BadInput(
-            kind="transform", name=name, arguments=["plan", "spec.yaml"], spec=named, files={"t.py": content}
-        )
+    functions = {"syntax": b"def f(:\n", "a number": b"f = 5\n", "raises": b"raise RuntimeError('x')\n"}
+    named = {**spec, "source": {**spec["source"], "transform": "t.py:f"}}
+    for name, content in (functions | {"nothing": b"", "exits": b"import sys\nsys.exit(0)\n"}).items():
+        yield BadInput(kind="transform", name=name, arguments=PLAN, spec=named, files={"t.py": content})
+    links, files = {**LOOP, "dangling": "nowhere"}, {"folder/x": b"", "e\u0301.py": b""}
     for script in ("missing.py", ".", "loop", "folder", "~nouser/x.py", "x" * 300, "\u00e9.py", "dangling"):
         named = {**spec, "run": "scripted", "launch": {"script": script}}
-        links = {"loop": "loop", "dangling": "nowhere"}
-        files = {"folder/x": b"", "e\u0301.py": b""}
-        yield BadInput(
-            kind="script", name=repr(script), arguments=["train", "spec.yaml"], spec=named, links=links, files=files
-        )
-    for key in ("missing", ".", "loop", "short", "bytes", "~nouser/key", "x" * 300, "nothing"):
+        yield BadInput(kind="script", name=repr(script), arguments=TRAIN, spec=named, links=links, files=files)
+
+
+def _beside_jobs(spec: dict[str, Any], _: Made) -> Iterator[BadInput]:
+    """Yield keys, memories and listeners that a job spec names."""
+    files = {"short": b"short", "bytes": bytes(range(256)), "nothing": b""}
+    for key in ("missing", ".", "loop", "short", "bytes", "~nouser/key", "nothing"):
         launch = {**spec["launch"], "nodes": "2", "rendezvous": "localhost:29555", "rendezvous_key_file": key}
-        files = {"short": b"short", "bytes": bytes(range(256)), "nothing": b""}
         named = {**spec, "run": "keyed", "launch": launch}
-        yield BadInput(
-            kind="rendezvous key",
-            name=repr(key),
-            arguments=["train", "spec.yaml"],
-            spec=named,
-            links={"loop": "loop"},
-            files=files,
-        )
-    for place in ("/nope/shm", "/dev/null", "/dev/null/x", "/etc/hostname", "/dev/shm/" + "x" * 300, "/dev/shmm"):
+        yield BadInput(kind="rendezvous key", name=repr(key), arguments=TRAIN, spec=named, links=LOOP, files=files)
+    for place in ("/nope/shm", "/dev/null", "/etc/hostname", "/dev/shm/" + "x" * 300, "/dev/shmm"):
         named = {**spec, "run": "kept", "checkpoint": {"memory": place}}
-        yield BadInput(kind="memory", name=repr(place), arguments=["train", "spec.yaml"], spec=named)
+        yield BadInput(kind="memory", name=repr(place), arguments=TRAIN, spec=named)
     listeners: dict[str, Any] = {
         "nope": {"nope": {}},
-        "another nope": {"nope": {"x": 1}},
         "opnlineage": {"opnlineage": {}},
         "a secret": {"mlflow": {"experiment": "https://a:b@c"}},
-        "a token": {"x": {"token": "abc"}},
-        "no table": {"mine": 3},
         "blank": {"openlineage": {"namespace": " "}},
-        "blank host": {"prometheus": {"host": " "}},
-        "blank project": {"wandb": {"project": " "}},
-        "blank experiment": {"mlflow": {"experiment": "\t"}},
         "blank name": {" ": {}},
-        "no name": {"": {}},
     }
     for name, tables in listeners.items():
         named = {**spec, "run": "heard", "listeners": tables}
-        yield BadInput(kind="listener", name=name, arguments=["train", "spec.yaml"], spec=named)
+        yield BadInput(kind="listener", name=name, arguments=TRAIN, spec=named)

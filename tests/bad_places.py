@@ -5,249 +5,128 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tests.bad_files import FINISHED, BadInput, Made, damaged
+from tests.bad_files import FINISHED, LOOP, PLAN, TRAIN, BadInput, Made, damaged
+
+_TORCHRUN = {
+    "NNODES": ["0", "many", "3:2", "1:"],
+    "NPROC_PER_NODE": ["0", "-1", "many", "1.5", ""],
+    "MAX_RESTARTS": ["-1", "many"],
+    "SHUTDOWN_TIMEOUT": ["-1", "many", "99999"],
+    "RDZV_CONF": ["nope=1", "timeout=many", "timeout", "=", "last_call_timeout=-1"],
+    "RDZV_ENDPOINT": ["host:port", "host:99999", ":"],
+    "STANDALONE": ["maybe"],
+    "TEE": ["3"],
+    "MASTER_ADDR": [" "],
+    "MASTER_PORT": ["many", "0"],
+}
+_URI = {"PYICEBERG_CATALOG__P__URI": "sqlite:///c.db"}
+_WAREHOUSE = {"PYICEBERG_CATALOG__P__WAREHOUSE": "file:///tmp/nope-dlac"}
+_CATALOGS: list[dict[str, str]] = [
+    {"PYICEBERG_CATALOG": "p"},
+    {"PYICEBERG_CATALOG__P": "x"},
+    {"PYICEBERG_CATALOG__P__TYPE": "nope"},
+    {**_URI, "PYICEBERG_CATALOG__P__WAREHOSE": "x"},
+    {**_URI, **_WAREHOUSE, "PYICEBERG_CATALOG__P__S3__ACCESS_KEY": "x"},
+    {**_URI, "PYICEBERG_CATALOG__P__WAREHOUSE": "nope://x"},
+    {"PYICEBERG_CATALOG__P__TYPE": "in-memory"},
+    {"PYICEBERG_HOME": "missing"},
+    {"PYICEBERG_CATALOG__P__PY_CATALOG_IMPL": "nope.Class"},
+    {**_URI, **_WAREHOUSE, "PYICEBERG_CATALOG__P__PY_IO_IMPL": "nope.Class"},
+]
+_MISSPELLED = (
+    "s3.endpont",
+    "s3.access-key",
+    "gcs.project",
+    "adls.account-nam",
+    "warehose",
+    "S3.ENDPOINT",
+    "s3_endpoint",
+)
 
 
 def bad_places(spec: Mapping[str, Any], made: Made) -> Iterator[BadInput]:
     """Yield bad inputs of variables, catalogs, tables and places. `spec` is a valid job spec."""
-    for part in (_variables, _catalogs, _registered, _places):
+    for part in (_variables, _ignored_variables, _catalogs, _registered, _places):
         yield from part(dict(spec), made)
 
 
 def _variables(spec: dict[str, Any], _: Made) -> Iterator[BadInput]:
+    def variable(name: str, value: str, arguments: list[str], **facts: Any) -> BadInput:
+        facts["environment"] = {**facts.get("environment", {}), name: value}
+        return BadInput(kind="variable", name=f"{name}={value!r}", arguments=arguments, **facts)
+
     train = {**spec, "run": "varied", "launch": {**spec["launch"], "script": "missing.py"}}
-    wrong = {
-        "NNODES": ["0", "many", "-1", "3:2", "1:"],
-        "NPROC_PER_NODE": ["0", "-1", "many", "1.5", ""],
-        "MAX_RESTARTS": ["-1", "many", "1.5"],
-        "START_METHOD": ["nope", ""],
-        "SHUTDOWN_TIMEOUT": ["-1", "many", "99999"],
-        "RDZV_CONF": ["nope=1", "timeout=many", "timeout", "=", "last_call_timeout=-1"],
-        "RDZV_ENDPOINT": ["host:port", "host:99999", ":"],
-        "RDZV_ID": ["another"],
-        "NUMA_BINDING": ["nope"],
-        "STANDALONE": ["maybe"],
-        "LOG_DIR": ["logs"],
-        "MONITOR_INTERVAL": ["many"],
-        "TEE": ["3"],
-        "REDIRECTS": ["3"],
-        "MODULE": ["1"],
-        "NO_PYTHON": ["1"],
-        "RUN_PATH": ["1"],
-        "LOCAL_ADDR": ["host"],
-        "MASTER_ADDR": [" "],
-        "MASTER_PORT": ["many", "0"],
-    }
-    for name, values in wrong.items():
-        for value in values:
-            environment = {f"PET_{name}": value} | ({"PET_MASTER_ADDR": "host"} if name == "MASTER_PORT" else {})
-            yield BadInput(
-                kind="variable",
-                name=f"PET_{name}={value}",
-                arguments=["train", "spec.yaml"],
-                spec=train,
-                environment=environment,
-            )
-    for name in (
-        "PET_NPROC_PER_NODES",
-        "PET_NODES",
-        "PET_MAX_RESTART",
-        "PET_RDZV_ENDPONT",
-        "PET_SCRIPT",
-        "PET_nnodes",
-        "PET_",
-    ):
-        yield BadInput(
-            kind="variable",
-            name=name,
-            arguments=["train", "spec.yaml"],
-            spec=train,
-            environment={name: "1"},
-            warns_of=f"{name!r}",
-        )
-    for name in ("DLAC_HOEM", "DLAC_HOMES", "DLACHOME", "dlac_home"):
-        yield BadInput(
-            kind="variable",
-            name=name,
-            arguments=["plan", "spec.yaml"],
-            spec=spec,
-            environment={"DLAC_HOME": "", name: "x"},
-            warns_of=name,
-        )
-    for home in (" ", "a\nb", "s3://x", "gs:/x", "~nouser/x", "loop", "file", "/dev/null", "x" * 300, "missing"):
-        environment = {"DLAC_HOME": home}
-        yield BadInput(
-            kind="variable",
-            name=f"DLAC_HOME={home!r}",
-            arguments=["runs"],
-            environment=environment,
-            links={"loop": "loop"},
-            files={"file": b""},
-        )
+    for name, values in _TORCHRUN.items():
+        others = {"PET_MASTER_ADDR": "host"} if name == "MASTER_PORT" else {}
+        yield from (variable(f"PET_{name}", value, TRAIN, spec=train, environment=others) for value in values)
+    for home in (" ", "a\nb", "s3://x", "~nouser/x", "loop", "file", "/dev/null", "x" * 300, "missing"):
+        yield variable("DLAC_HOME", home, ["runs"], links=LOOP, files={"file": b""})
+    launch = {**spec["launch"], "nodes": "2", "rendezvous": "localhost:29555"}
     for key in ("", "short", " " * 20, "\t"):
-        launch = {**spec["launch"], "nodes": "2", "rendezvous": "localhost:29555"}
-        named = {**spec, "run": "keyed", "launch": launch}
-        yield BadInput(
-            kind="variable",
-            name=f"DLAC_RENDEZVOUS_KEY={key!r}",
-            arguments=["train", "spec.yaml"],
-            spec=named,
-            environment={"DLAC_RENDEZVOUS_KEY": key},
-        )
-    for name in (
-        "PYICEBERG_CATALGO__P__URI",
-        "PYICEBERG_CATALOG_P__URI",
-        "PYICEBERG_URI",
-        "PYICEBERG_MAX_WORKER",
-        "PYICEBERG_HOEM",
-        "PYICEBERG__URI",
-    ):
-        yield BadInput(
-            kind="variable",
-            name=name,
-            arguments=["plan", "spec.yaml"],
-            spec=spec,
-            environment={name: "1"},
-            warns_of=f"{name!r}",
-        )
-    for name in (
-        "PYICEBERG_MAX_WORKERS",
-        "PYICEBERG_LEGACY_CURRENT_SNAPSHOT_ID",
-        "PYICEBERG_MANIFEST_CACHE_SIZE",
-        "PYICEBERG_DOWNCAST_NS_TIMESTAMP_TO_US_ON_WRITE",
-    ):
-        for value in ("many", "-1", "1.5", ""):
-            yield BadInput(kind="variable", name=f"{name}={value}", arguments=["runs"], environment={name: value})
+        yield variable("DLAC_RENDEZVOUS_KEY", key, TRAIN, spec={**spec, "run": "keyed", "launch": launch})
+    for name in ("MAX_WORKERS", "LEGACY_CURRENT_SNAPSHOT_ID", "DOWNCAST_NS_TIMESTAMP_TO_US_ON_WRITE"):
+        yield from (variable(f"PYICEBERG_{name}", value, ["runs"]) for value in ("many", "-1", "1.5", ""))
+
+
+def _ignored_variables(spec: dict[str, Any], _: Made) -> Iterator[BadInput]:
+    def warned(name: str, arguments: list[str], spec: dict[str, Any], warns_of: str = "", **more: str) -> BadInput:
+        facts: dict[str, Any] = {"environment": {**more, name: "1"}, "warns_of": warns_of or f"{name!r}"}
+        return BadInput(kind="variable", name=name, arguments=arguments, spec=spec, **facts)
+
+    train = {**spec, "run": "varied", "launch": {**spec["launch"], "script": "missing.py"}}
+    for name in ("PET_NPROC_PER_NODES", "PET_NODES", "PET_RDZV_ENDPONT", "PET_nnodes", "PET_"):
+        yield warned(name, TRAIN, train)
+    for name in ("DLAC_HOEM", "DLACHOME", "dlac_home"):
+        yield warned(name, PLAN, spec, name, DLAC_HOME="")
+    for name in ("CATALGO__P__URI", "CATALOG_P__URI", "URI", "MAX_WORKER", "HOEM"):
+        yield warned(f"PYICEBERG_{name}", PLAN, spec)
 
 
 def _catalogs(spec: dict[str, Any], _: Made) -> Iterator[BadInput]:
-    named = {**spec, "lakehouse": {"name": "p"}}
-    uri, warehouse = (
-        {"PYICEBERG_CATALOG__P__URI": "sqlite:///c.db"},
-        {"PYICEBERG_CATALOG__P__WAREHOUSE": "file:///tmp/nope-dlac"},
-    )
-    for wrong in (
-        {"PYICEBERG_CATALOG": "p"},
-        {"PYICEBERG_CATALOG__P": "x"},
-        {"PYICEBERG_CATALOG__P__URI": "nope://x"},
-        {"PYICEBERG_CATALOG__P__TYPE": "nope"},
-        {**uri, "PYICEBERG_CATALOG__P__WAREHOSE": "x"},
-        {**uri, **warehouse, "PYICEBERG_CATALOG__P__S3__ENDPONT": "x"},
-        {"PYICEBERG_CATALOG__Q__URI": "x"},
-        {**warehouse, "PYICEBERG_CATALOG__P__URL": "sqlite:///c.db"},
-        {**uri, **warehouse, "PYICEBERG_CATALOG__P__TYP": "rest"},
-        {**uri, **warehouse, "PYICEBERG_CATALOG__P__S3__ACCESS_KEY": "x"},
-        {**uri, "PYICEBERG_CATALOG__P__WAREHOUSE": "nope://x"},
-        {"PYICEBERG_CATALOG__P__TYPE": "in-memory"},
-        {"PYICEBERG_CATALOG__P__TYPE": "sql"},
-        {"PYICEBERG_HOME": "missing"},
-        {"PYICEBERG_CATALOG__P__": "x"},
-        {"PYICEBERG_CATALOG__P__PY_CATALOG_IMPL": "nope.Class"},
-        {"PYICEBERG_CATALOG__P__PY_CATALOG_IMPL": "math"},
-        {**uri, **warehouse, "PYICEBERG_CATALOG__P__PY_IO_IMPL": "nope.Class"},
-    ):
-        yield BadInput(
-            kind="catalog", name=f"{wrong!r}", arguments=["plan", "spec.yaml"], spec=named, environment=wrong
-        )
+    named: dict[str, Any] = {"arguments": PLAN, "spec": {**spec, "lakehouse": {"name": "p"}}}
+    for wrong in _CATALOGS:
+        yield BadInput(kind="catalog", name=f"{wrong!r}", environment=wrong, **named)
+    here = {**named, "environment": {"PYICEBERG_HOME": "."}}
     for name, content in damaged(b"catalog:\n  p:\n    uri: sqlite:///c.db\n").items():
-        yield BadInput(
-            kind="catalog",
-            name=f"file: {name}",
-            arguments=["plan", "spec.yaml"],
-            spec=named,
-            environment={"PYICEBERG_HOME": "."},
-            files={".pyiceberg.yaml": content},
-        )
+        yield BadInput(kind="catalog", name=f"file: {name}", files={".pyiceberg.yaml": content}, **here)
     for section, setting in (("lakehouse", "properties"), ("checkpoint", "store_properties")):
-        for misspelled in (
-            "s3.endpont",
-            "s3.acces-key-id",
-            "s3.access-key",
-            "gcs.project",
-            "adls.account-nam",
-            "warehose",
-            "S3.ENDPOINT",
-            "s3_endpoint",
-        ):
+        for misspelled in _MISSPELLED:
             changed = {**spec, section: {setting: {misspelled: "x"}}}
-            name = f"{section}.{misspelled}"
-            yield BadInput(kind="catalog", name=name, arguments=["train", "spec.yaml"], spec=changed)
+            yield BadInput(kind="catalog", name=f"{section}.{misspelled}", arguments=TRAIN, spec=changed)
 
 
 def _registered(_: dict[str, Any], made: Made) -> Iterator[BadInput]:
+    def registered(name: str, table: str, place: str, **files: bytes) -> BadInput:
+        files = {f"data/{file}.parquet": content for file, content in files.items()}
+        arguments = ["table", "register", table, place]
+        others = {"empty/x": b"", "data/b.txt": b"x"}
+        return BadInput(kind="Parquet", name=name, arguments=arguments, files=files or others, links=LOOP)
+
     for name, content in damaged(made.parquet[-300:]).items():
-        yield BadInput(
-            kind="Parquet",
-            name=name,
-            arguments=["table", "register", "new.files", "data"],
-            files={"data/a.parquet": content},
-        )
-    for name in ("points", "", ".", "a.", ".a", "a..b", " . ", "a.b\n", "a.\x1b[2J"):
-        arguments = ["table", "register", name, "data"]
-        yield BadInput(
-            kind="Parquet", name=f"table {name!r}", arguments=arguments, files={"data/a.parquet": made.parquet}
-        )
-    for place in (
-        "",
-        " ",
-        "missing",
-        "nope://x",
-        "s3://",
-        "s3:/x/y",
-        "loop",
-        "~nouser/x",
-        "x" * 300,
-        "[",
-        "data/*.csv",
-        "empty",
-        "/dev/null",
-        "data/b.txt",
-    ):
-        files = {"empty/x": b"", "data/b.txt": b"x"}
-        yield BadInput(
-            kind="Parquet",
-            name=f"at {place!r}",
-            arguments=["table", "register", "new.files", place],
-            files=files,
-            links={"loop": "loop"},
-        )
+        yield registered(name, "new.files", "data", a=content)
+    for name in ("points", "", "a.", ".a", "a..b", " . ", "a.b\n", "a.\x1b[2J"):
+        yield registered(f"table {name!r}", name, "data", a=made.parquet)
+    for place in ("", " ", "missing", "nope://x", "s3://", "s3:/x/y", "loop", "~nouser/x", "x" * 300, "["):
+        yield registered(f"at {place!r}", "new.files", place)
+    for place in ("data/*.csv", "empty", "/dev/null", "data/b.txt"):
+        yield registered(f"at {place!r}", "new.files", place)
 
 
 def _places(spec: dict[str, Any], made: Made) -> Iterator[BadInput]:
     """Yield folders and files that commands write to."""
+    finished, files = {**spec, "run": FINISHED}, {"file": b"", "file.pub.pem": b""}
+    of_run = [FINISHED, "--spec", "spec.yaml"]
+    commands = [
+        ["forget", "new-key"],
+        ["init", "src.t", "--into"],
+        ["checkpoint", "export-state", *of_run],
+        ["spike", *of_run, "--step", "3", "--sandbox"],
+        ["rehearse", *of_run, "--sandbox"],
+    ]
     for place in ("/dev/null/x", "loop", "loop/x", "~nouser/x", "x" * 300, "file", "file/x"):
-        for section, name in (("checkpoint", "store"), ("checkpoint", "local")):
-            changed = {**spec, "run": "placed", section: {name: place, "memory": ""}}
-            yield BadInput(
-                kind="place",
-                name=f"{section}.{name} = {place!r}",
-                arguments=["train", "spec.yaml"],
-                spec=changed,
-                links={"loop": "loop"},
-                files={"file": b""},
-            )
-        for command in (
-            ["forget", "new-key"],
-            ["init", "src.t", "--into"],
-            ["checkpoint", "export-state", FINISHED, "--spec", "spec.yaml"],
-        ):
-            yield BadInput(
-                kind="place",
-                name=f"{command[0]} {place!r}",
-                arguments=[*command, place],
-                spec={**spec, "run": FINISHED},
-                links={"loop": "loop"},
-                files={"file": b"", "file.pub.pem": b""},
-            )
-        for command in (
-            ["spike", FINISHED, "--step", "3", "--spec", "spec.yaml"],
-            ["rehearse", FINISHED, "--spec", "spec.yaml"],
-        ):
-            yield BadInput(
-                kind="place",
-                name=f"{command[0]} --sandbox {place!r}",
-                arguments=[*command, "--sandbox", place],
-                spec={**spec, "run": FINISHED},
-                links={"loop": "loop"},
-                files={"file": b""},
-            )
+        common: dict[str, Any] = {"kind": "place", "links": LOOP, "files": files}
+        for name in ("store", "local"):
+            changed = {**spec, "run": "placed", "checkpoint": {name: place, "memory": ""}}
+            yield BadInput(name=f"checkpoint.{name} = {place!r}", arguments=TRAIN, spec=changed, **common)
+        for command in commands:
+            yield BadInput(name=f"{command[0]} {place!r}", arguments=[*command, place], spec=finished, **common)

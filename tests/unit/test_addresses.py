@@ -31,12 +31,10 @@ def test_malformed_address_is_refused(address: str) -> None:
     [
         ("/a/b", "/a/b"),
         ("~/ck", str(Path.home() / "ck")),
-        ("ck", str(Path.cwd() / "ck")),
         ("./s3:", str(Path.cwd() / "s3:")),
         ("file:///a b/c#d", "file:///a b/c#d"),
         ("file:/a", "file:///a"),
         ("s3://bucket/path/", "s3://bucket/path"),
-        ("hdfs:///path", "hdfs:///path"),
     ],
 )
 def test_address_has_one_spelling(address: str, spelling: str) -> None:
@@ -57,20 +55,6 @@ def test_relative_warehouse_is_durable(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert {path.name for path in tmp_path.iterdir()} == {"own.db", "tables"}
 
 
-@pytest.mark.parametrize("home", [" ", "s3://bucket", "gs:/x", "a\0b", "~no-such-user-here"])
-def test_home_is_a_local_folder(home: str) -> None:
-    """A bucket, or a name that no folder can have, is refused by name."""
-    with pytest.raises(SpecInvalid, match="local folder as home"):
-        checked_home(Path(home))
-
-
-@pytest.mark.parametrize("name", ["", " ", "a..b", ".a", "a\n"])
-def test_blank_namespace_is_refused(name: str) -> None:
-    """Each part of the namespace of DLAC's tables needs a name."""
-    with pytest.raises(ValidationError, match="expected a name"):
-        LakehouseConfig(namespace=name)
-
-
 @pytest.mark.parametrize("name", ["a?b", "a#b", "a%20b", "a b", "雪"])
 def test_sqlite_file_is_found_again(name: str, tmp_path: Path) -> None:
     """An escape or a separator of an address may be part of a folder's name."""
@@ -84,7 +68,6 @@ def test_sqlite_file_is_found_again(name: str, tmp_path: Path) -> None:
         ("sql", "mysq://host/lake"),
         ("sql", "/tmp/catalog.db"),
         ("sql", "postgresql+psycopg2://me@host:99999/lake"),
-        ("sql", "postgresql+psycopg2://me@host:port/lake"),
         ("sql", "sqlite://tmp/catalog.db"),
         ("sql", "sqlite://"),
         ("sql", "sqlite:////dev/null"),
@@ -92,7 +75,6 @@ def test_sqlite_file_is_found_again(name: str, tmp_path: Path) -> None:
         ("rest", "localhost:8181"),
         ("rest", "http://"),
         ("rest", "http://127.0.0.1:99999"),
-        ("rest", "ftp://host"),
     ],
 )
 def test_wrong_catalog_address_is_no_outage(kind: str, uri: str) -> None:
@@ -103,18 +85,24 @@ def test_wrong_catalog_address_is_no_outage(kind: str, uri: str) -> None:
     assert not issubclass(CatalogMisconfigured, CatalogUnreachable)
 
 
-@pytest.mark.parametrize("rendezvous", ["host:65536", "host:0", "host:99999999", ":80", "host:٣"])
-def test_port_is_in_range(rendezvous: str) -> None:
-    """A port is a number from 1 to 65535."""
-    with pytest.raises(ValidationError, match=r"65535|pattern"):
-        LaunchSpec(script="x.py", rendezvous=rendezvous)
+@pytest.mark.parametrize("home", [" ", "s3://bucket", "gs:/x", "a\0b", "~no-such-user-here"])
+def test_home_is_a_local_folder(home: str) -> None:
+    """A bucket, or a name that no folder can have, is refused by name."""
+    with pytest.raises(SpecInvalid, match="local folder as home"):
+        checked_home(Path(home))
 
 
-@pytest.mark.parametrize("env", [{"": "x"}, {"A=B": "x"}, {"A\n": "x"}])
-def test_variable_can_be_set(env: dict[str, str]) -> None:
-    """No process can be started with such an environment."""
-    with pytest.raises(ValidationError, match="expected names without"):
-        LaunchSpec(script="x.py", env=env)
+def test_names_and_ports_are_checked() -> None:
+    """A port is a number from 1 to 65535. Namespaces and environment variables have names that a process can use."""
+    for rendezvous in ("host:65536", "host:0", "host:99999999", ":80", "host:٣"):
+        with pytest.raises(ValidationError, match=r"65535|pattern"):
+            LaunchSpec(script="x.py", rendezvous=rendezvous)
+    for env in ({"": "x"}, {"A=B": "x"}, {"A\n": "x"}):
+        with pytest.raises(ValidationError, match="expected names without"):
+            LaunchSpec(script="x.py", env=env)
+    for name in ("", " ", "a..b", ".a", "a\n"):
+        with pytest.raises(ValidationError, match="expected a name"):
+            LakehouseConfig(namespace=name)
 
 
 def test_relocation_is_reversible() -> None:

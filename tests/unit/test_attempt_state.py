@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from dlac_pipeline.supervise.attempt_state import TRANSITIONS, AttemptMachine, AttemptState, Decision, Observation
+from dlac_pipeline.supervise.attempt_state import AttemptMachine, AttemptState, Decision, Observation
 
 LIVE = [state for state in AttemptState if state is not AttemptState.ENDED]
 PATHS = {
@@ -74,37 +74,11 @@ def test_observation_leads_to_decision(state: AttemptState, observation: Observa
     assert (machine.observe(observation), machine.state) == (decision, after)
 
 
-def test_table_is_complete() -> None:
-    """Every state has its transitions, and an ended attempt stays ended."""
-    assert set(TRANSITIONS) == set(product(AttemptState, Observation))
-    assert {TRANSITIONS[At.ENDED, each] for each in Observation} == {(At.ENDED, Do.CONTINUE)}
-
-
 @pytest.mark.parametrize("state", [At.STARTING, At.TRAINING])
 def test_notice_on_single_node_is_ignored(state: AttemptState) -> None:
     """No other node can resume the run, and the ranks exit themselves after a checkpoint."""
     machine = machine_in(state, has_others=False)
     assert (machine.observe(On.NOTICE_RECEIVED), machine.state) == (Do.CONTINUE, state)
-
-
-def test_notice_during_rescale_exits() -> None:
-    """The waiting nodes can resume the run."""
-    assert machine_in(At.RESCALING, has_others=False).observe(On.NOTICE_RECEIVED) is Do.LEAVE
-
-
-def test_growth_waits_for_training() -> None:
-    """Ranks that are loading their state would lose the load time."""
-    machine = machine_in(At.STARTING)
-    assert machine.observe(On.ROOM_TO_GROW) is Do.CONTINUE
-    machine.observe(On.TRAINING_BEGAN)
-    assert machine.observe(On.ROOM_TO_GROW) is Do.REQUEST_CHECKPOINT
-
-
-def test_unwritten_request_is_repeated() -> None:
-    """A full disk delays a rescale, and does not begin it."""
-    machine = machine_in(At.TRAINING)
-    assert [machine.observe(On.ROOM_TO_GROW) for _ in range(2)] == [Do.REQUEST_CHECKPOINT] * 2
-    assert not machine.rescales
 
 
 def test_stopped_ranks_still_rescale() -> None:
@@ -114,11 +88,3 @@ def test_stopped_ranks_still_rescale() -> None:
     assert machine.observe(On.TRAINING_STOPPED) is Do.CONTINUE
     assert machine.observe(On.STOP_REQUESTED) is Do.CONTINUE
     assert (machine.observe(On.RANKS_EXITED), machine.rescales) == (Do.END_AS_REPORTED, True)
-
-
-def test_stop_ends_rescale() -> None:
-    """The termination notice of a rank is then the supervisor's own signal, and the run is not left to other nodes."""
-    machine = machine_in(At.RESCALING)
-    assert machine.observe(On.STOP_REQUESTED) is Do.REQUEST_STOP
-    assert not machine.rescales
-    assert machine.observe(On.NOTICE_RECEIVED) is Do.CONTINUE

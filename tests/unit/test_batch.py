@@ -44,16 +44,6 @@ def test_losses_may_be_on_accelerator() -> None:
     assert {batch.valid.device.type, batch["document"].device.type} == {"cpu"}
 
 
-def test_moved_batch_takes_losses_on_device() -> None:
-    """Accelerate moves dicts to the device in this way."""
-    given = as_dict(packed())
-    given["document"] = given["document"].to("meta")
-    given["dlac"] = {**given["dlac"], "valid": given["dlac"]["valid"].to("meta")}
-    moved = as_batch(given)
-    assert moved.mean(torch.ones(2, device="meta")).device.type == "meta"
-    assert moved.token_mean(torch.ones(2, 4, device="meta")).device.type == "meta"
-
-
 def rank_batch(rank: int, rows: int, *, world_size: int = 2, slots: int = 5) -> Batch:
     """Return a rank's part of a global batch with some valid slots: every third one, up to `rows`."""
     at = torch.arange(rank * slots, (rank + 1) * slots)

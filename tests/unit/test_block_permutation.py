@@ -1,3 +1,5 @@
+"""The permutation of a block, and the rows that key groups are dealt."""
+
 from __future__ import annotations
 
 import numpy as np
@@ -5,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlac_pipeline.plan.cut import MAX_BLOCK_ROWS, choose_permutation, derive_key, draw_sort_keys, mix
+from dlac_pipeline.plan.cut import MAX_BLOCK_ROWS, choose_permutation, deal, draw_sort_keys, mix
 
 KEYS = st.integers(0, 2**64 - 1)
 
@@ -31,11 +33,6 @@ def test_largest_block_does_not_overflow(key: int) -> None:
     assert (permutation.positions_of(at) == np.arange(rows - 100, rows)).all()
 
 
-def test_unshuffled_map_is_identity() -> None:
-    """Unshuffled blocks are read in the order of the table."""
-    assert choose_permutation(10, 12345, shuffle=False).rows_at(np.arange(10)).tolist() == list(range(10))
-
-
 @pytest.mark.parametrize("rows", [0, -1, MAX_BLOCK_ROWS])
 def test_unmappable_block_is_refused(rows: int) -> None:
     """A block without rows, or with so many that the arithmetic would overflow, is an error that names the number."""
@@ -56,6 +53,28 @@ def test_sort_keys_differ(size: int, key: int) -> None:
     assert len(set(draw_sort_keys(size, key).tolist())) == size
 
 
-def test_keys_depend_on_label_order() -> None:
-    """Swapped labels give another key."""
-    assert derive_key(1, 2) != derive_key(2, 1)
+EXAMPLES = settings(max_examples=200, deadline=None)
+
+
+@EXAMPLES
+@given(st.integers(0, 10_000), st.lists(st.integers(0, 500), min_size=1, max_size=64))
+def test_deal_levels_uneven_groups(live_rows: int, dealt: list[int]) -> None:
+    """All rows are dealt, first to the groups with the fewest. A group that gets rows ends at most one row above another."""
+    before = np.array(dealt, dtype=np.int64)
+    shares = deal(live_rows, before)
+    assert shares.sum() == live_rows
+    assert (shares >= 0).all()
+    after = before + shares
+    if live_rows:
+        assert after[shares > 0].max() - after.min() <= 1
+
+
+@EXAMPLES
+@given(st.lists(st.integers(0, 300), max_size=20), st.lists(st.integers(0, 50), min_size=1, max_size=64))
+def test_partial_deals_equal_one_deal(appends: list[int], dealt: list[int]) -> None:
+    """The number of deals does not change which rows each group has at the end."""
+    before = np.array(dealt, dtype=np.int64)
+    total = before.copy()
+    for live_rows in appends:
+        total = total + deal(live_rows, total)
+    assert (total == before + deal(sum(appends), before)).all()

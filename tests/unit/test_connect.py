@@ -42,24 +42,6 @@ def test_unanswered_postgresql_connection_ends() -> None:
     assert int(settings["keepalives_idle"]) + 2 * int(settings["keepalives_interval"]) <= 30
 
 
-@pytest.mark.parametrize(
-    ("uri", "shown"),
-    [
-        (
-            "postgresql+psycopg2://me:s3cr3t@db:5432/lake?sslmode=on",
-            "postgresql+psycopg2://me:***@db:5432/lake?sslmode=on",
-        ),
-        ("postgresql://db/lake?user=me&password=s3cr3t", "postgresql://db/lake?user=me&password=***"),
-        ("https://me:s3/cr3t@rest.example/catalog?token=s3cr3t#x", "https://me:***@rest.example/catalog?token=***#x"),
-        ("http://127.0.0.1:8181/catalog", "http://127.0.0.1:8181/catalog"),
-        ("sqlite:////a/catalog.db", "sqlite:////a/catalog.db"),
-    ],
-)
-def test_shown_address_has_no_password(uri: str, shown: str) -> None:
-    """The shown address differs from the real one in the password only."""
-    assert LakehouseConfig(uri=uri).address == shown
-
-
 @pytest.mark.parametrize(("answered", "kind"), [(True, CatalogUnreachable), (False, CatalogMisconfigured)])
 def test_unopened_file_is_outage(answered: bool, kind: type[Exception], tmp_path: Path) -> None:
     """SQLite cannot open a file whose journal is a folder, nor a file on an absent mount."""
@@ -163,11 +145,3 @@ def test_deadlock_is_not_waited_for(
         with pytest.raises(sqlite3.OperationalError, match="locked"):
             reporting_connection.execute("INSERT INTO t VALUES (2)")
     assert not caplog.messages
-
-
-def test_catalog_starts_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No watching thread starts for a catalog without a lock."""
-    lakehouse = connect(LakehouseConfig().at_home(tmp_path))
-    monkeypatch.setattr(threading.Thread, "start", lambda self: pytest.fail(f"started {self.name}"))
-    lakehouse.create_namespace("made")
-    assert ("made",) in lakehouse.catalog.list_namespaces()

@@ -1,8 +1,9 @@
-"""The Dagster definitions of this repository's project: names, descriptions, and what starts automatically."""
+"""The Dagster definitions of this project: names, descriptions, what starts automatically, and the check of a rehearsal."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import dagster as dg
 import pytest
@@ -11,9 +12,11 @@ from dagster._core.events import RunFailureReason
 from dagster._core.execution.retries import auto_reexecution_should_retry_run
 
 from dlac_pipeline.dagster import IcebergTable, TrainingRun
-from dlac_pipeline.dagster.resources import LakehouseResource
+from dlac_pipeline.dagster.assets.checks import rehearse_model
 from dlac_pipeline.dagster.training_runs import RUNS_JOB, model_key, plan_key
 from dlac_pipeline.lakehouse.config import LakehouseConfig
+from dlac_pipeline.lakehouse.errors import DlacError, NoRestorableCheckpoint, NothingToRehearse
+from dlac_pipeline.lakehouse.iceberg.connect import connect
 from examples.demo.local_dagster import SETTINGS
 from jobs import definitions
 from tests.small_records import raw_spec
@@ -53,15 +56,6 @@ def test_code_location_has_exact_definitions() -> None:
     assert {schedule.name for schedule in repository.schedule_defs} == set(SCHEDULES)
 
 
-def test_every_asset_has_description() -> None:
-    """An asset without a description is useless to a user of the graph."""
-    graph = defs.get_repository_def().asset_graph
-    for key in graph.get_all_asset_keys():
-        description = graph.get(key).description
-        assert description is not None, key
-        assert description.startswith("One "), key
-
-
 def test_only_recovery_starts_automatically() -> None:
     """Loading the code location starts recoveries only: no training, upkeep, verification or alert starts automatically."""
     repository = defs.get_repository_def()
@@ -74,15 +68,6 @@ def test_only_recovery_starts_automatically() -> None:
         assert schedule.job_name == job
 
 
-def test_model_has_pool_owner_and_kinds() -> None:
-    """The limit of the pool bounds how many training runs share a node. The page of an asset names its owner."""
-    graph = defs.get_repository_def().asset_graph
-    assert graph.get(model_key("r")).pools == {"trainers"}
-    for key in graph.get_all_asset_keys():
-        assert graph.get(key).owners, key
-        assert graph.get(key).kinds, key
-
-
 @pytest.mark.filterwarnings("ignore")  # Dagster calls observed assets beta
 @pytest.mark.parametrize("table", ["lake.my-points", "lake.a b", "lake.när", "lake._raw"])
 def test_plan_depends_on_table(table: str) -> None:
@@ -92,28 +77,6 @@ def test_plan_depends_on_table(table: str) -> None:
     observed = IcebergTable(table=table).build_defs(context).get_repository_def().asset_graph
     planned = TrainingRun(spec=spec).build_in(Path()).get_repository_def().asset_graph
     assert planned.get(plan_key("r")).parent_keys == observed.observable_asset_keys
-
-
-def test_training_has_checks_but_no_rehearsal() -> None:
-    """A rehearsal costs a launch, so it is an attribute of the component, and has a separate job."""
-    steps = {node.name for node in defs.resolve_job_def(RUNS_JOB).nodes}
-    assert steps == {"plans__r", "models__r", "models__r_audit", "models__r_checkpoint_restorable"}
-
-
-def test_lakehouse_jobs_allow_any_catalog() -> None:
-    """The resource of upkeep, verification and rehearsals has the lakehouse settings of a job spec."""
-    assert list(LakehouseResource.model_fields) == list(LakehouseConfig.model_fields)
-    expected = LakehouseConfig()
-    given = LakehouseResource()
-    assert {name: getattr(given, name) for name in LakehouseConfig.model_fields} == expected.model_dump()
-    dg.validate_run_config(
-        defs.resolve_job_def("upkeep_job"),
-        {
-            "resources": {
-                "lakehouse": {"config": {"type": "rest", "uri": "http://catalog", "properties": {"token": "t"}}}
-            }
-        },
-    )
 
 
 @pytest.mark.parametrize("of_steps", [True, False])
@@ -138,3 +101,27 @@ def test_queue_has_no_limit() -> None:
         queue = dg.QueuedRunCoordinator(**settings["run_coordinator"]["config"]).get_run_queue_config()
     assert queue.max_concurrent_runs == -1
     assert [limit["key"] for limit in queue.tag_concurrency_limits] == ["dlac/run"]
+
+
+ERROR, WARN = dg.AssetCheckSeverity.ERROR, dg.AssetCheckSeverity.WARN
+
+
+@pytest.mark.parametrize(
+    ("error", "severity", "description"),
+    [
+        (NothingToRehearse("expected a checkpoint that has a successor"), WARN, "expected a checkpoint"),
+        (NoRestorableCheckpoint("all are damaged"), ERROR, "NoRestorableCheckpoint: all are damaged"),
+    ],
+)
+def test_impossible_rehearsal_is_warning(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any, error: DlacError, severity: dg.AssetCheckSeverity, description: str
+) -> None:
+    """A run that cannot be rehearsed proves nothing about its checkpoints. Every other error is one of the run."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("dlac_pipeline.extensions.replay.rehearse.rehearse_run", fail)
+    result = rehearse_model(connect(LakehouseConfig().at_home(tmp_path)), "r")
+    assert (result.passed, result.severity, result.asset_key) == (False, severity, model_key("r"))
+    assert (result.description or "").startswith(description)

@@ -1,11 +1,16 @@
-"""Doors: entry points of this distribution and of others, and the errors of names that nothing answers to."""
+"""Doors: entry points of this distribution and of others, names that nothing answers to, and names of tables of other formats."""
 
+from __future__ import annotations
+
+import sys
 from pathlib import Path
 
 import pytest
 
 from dlac_pipeline.lakehouse.doors import Door
 from dlac_pipeline.lakehouse.errors import BadInput
+from dlac_pipeline.lakehouse.source_names import SOURCES, external_identifier, mirror_name, split_identifier
+from dlac_pipeline.spec.job_spec import SourceSpec
 from tests.installed import install_distribution
 
 _DOOR = Door("dlac.test_animals", "animal")
@@ -39,7 +44,6 @@ def test_entry_of_distribution_loads() -> None:
             "cta",
             "expected an installed animal in pet, found 'cta': did you mean 'cat'? Installed are cat, dog, emu, fish, owl",
         ),
-        ("horse", "expected an installed animal in pet, found 'horse': installed are cat, dog, emu, fish, owl"),
         (
             "owl",
             "expected pet = 'owl' to load, found No module named 'feathers_that_nobody_has': pip install \"zoo[birds]\"",
@@ -65,3 +69,35 @@ def test_two_entries_are_refused(animals: Path, monkeypatch: pytest.MonkeyPatch)
     )
     with pytest.raises(BadInput, match="expected one animal 'cat', found"):
         _DOOR.find("cat", setting="pet")
+
+
+@pytest.mark.parametrize(
+    ("identifier", "place"),
+    [
+        ("delta:/data/events", ("delta", "/data/events")),
+        ("of-another-author:/data", ("of-another-author", "/data")),
+        ("docs.pages", None),
+        ("lake:docs.pages", None),
+        ("delta:docs.pages", None),
+    ],
+)
+def test_location_marks_other_formats(identifier: str, place: tuple[str, str] | None) -> None:
+    """A format needs no entry point to be recognized, so a ledger is read where the format is not installed."""
+    assert split_identifier(identifier) == place
+    if place is not None:
+        assert external_identifier(place[0], identifier) == identifier == external_identifier(*place)
+
+
+def test_mirror_name_has_two_parts() -> None:
+    """Signs of a format's name that a catalog may refuse, or take for a namespace, are replaced."""
+    assert mirror_name("a.b-c:/data", "dlac").startswith("dlac_external.a_b_c_")
+
+
+@pytest.mark.parametrize("name", ["delta", "hudi"])
+def test_missing_package_is_named_late(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A spec is read without the package of its format. Loading the format names the command that installs it."""
+    monkeypatch.setitem(sys.modules, {"delta": "deltalake", "hudi": "hudi"}[name], None)
+    monkeypatch.delitem(sys.modules, f"dlac_pipeline.extensions.formats.{name}", raising=False)
+    assert SourceSpec(format=name, table="/data/events", columns=["x"]).table == f"{name}:/data/events"
+    with pytest.raises(BadInput, match=rf'source.format = \'{name}\' to load.*: pip install "dlac-pipeline\[{name}\]"'):
+        SOURCES.load(name, setting="source.format")

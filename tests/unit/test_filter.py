@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from pyiceberg.schema import Schema
-from pyiceberg.transforms import DayTransform, IdentityTransform, MonthTransform, TruncateTransform
+from pyiceberg.transforms import DayTransform, MonthTransform, TruncateTransform
 from pyiceberg.types import (
     BinaryType,
     BooleanType,
@@ -90,66 +90,34 @@ def rows_of(text: str) -> list[int]:
 @pytest.mark.parametrize(
     ("text", "rows"),
     [
-        ("n <= 1.5", [0, 3]),
-        ("n < 1.5", [0, 3]),
-        ("n >= 1.5", [1, 2]),
         ("1.5 < n", [1, 2]),
         ("n = 1.5", []),
-        ("n != 1.5", [0, 1, 2, 3]),
         ("not (n = 1.5)", [0, 1, 2, 3]),
-        ("n in (1, 1.5)", [0]),
         ("n not in (1.5, 1)", [1, 2, 3]),
-        ("n not in (1.5)", [0, 1, 2, 3]),
-        ("n = 1.0", [0]),
-        ("n = 1e0", [0]),
         ("n = '1'", [0]),
-        ("n <= '1.5'", [0, 3]),
-        ("n < 1e30", [0, 1, 2, 3]),
         ("n > -1e999999999", [0, 1, 2, 3]),
         ("n >= 9223372036854775808", []),
-        ("n <= 9223372036854775808", [0, 1, 2, 3]),
         ("n = 9223372036854775807", [2]),
-        ("n = -9223372036854775808", [3]),
         ("n between 0.5 and 2.5", [0, 1]),
-        ("n not between 0.5 and 2.5", [2, 3]),
-        ("small > 2147483647", []),
-        ("small <= 2147483647.5", [0, 1, 2, 3]),
         ("small > -2147483648.5", [0, 1, 2, 3]),
-        ("price = 0.1", [0]),
-        ("price = 0.100", [0]),
         ("price = 0.105", []),
+        ("price = 0.1", [0]),
         ("price <= 0.105", [0, 2]),
-        ("price > 1.4999", [1, 3]),
-        ("price < 1e20", [0, 1, 2, 3]),
         ("price in (1.5, -1.5, 0.001)", [1, 2]),
-        ("day = '2024-01-31'", [1]),
         ("day = date '2024-01-31'", [1]),
-        ("day <= '2024-01-31T12:00:00'", [0, 1, 3]),
         ("day = '2024-01-31T12:00:00'", []),
-        ("ts = '2024-01-31'", [0]),
         ("ts > '2024-01-31 11:59:59.9999999'", [1, 3]),
-        ("ts < timestamp '1970-01-01T00:00'", [2]),
-        ("ts > TIMESTAMP '2024-01-31 00:00:00'", [1, 3]),
         ("ts between DATE '2024-01-31' and TIMESTAMP '2024-01-31 12:00:00'", [0, 1]),
         ("tz in (TIMESTAMP '2024-01-31 02:00:00+02:00')", [0]),
         ("clock = TIME '12:00:00'", [1]),
-        ("tz = '2024-01-31T02:00:00+02:00'", [0]),
-        ("tz = '2024-01-31T00:00:00Z'", [0]),
         ("tz = '2024-01-31T00:00:00'", [0]),
-        ("clock = '12:00'", [1]),
-        ("clock > '12:00:00.5'", [2, 3]),
         ("ok = 'TRUE'", [0, 2]),
-        ("ok < true", [1, 3]),
         ("raw = 'a'", [0]),
         ("raw = X'ff'", [1]),
-        ("raw > X'61'", [1, 3]),
         (f"key >= '{uuid.UUID(int=2)}'", [2, 3]),
         ("s like 'a_b'", [1, 2]),
         (r"s like 'a\_b'", [1]),
         (r"s like 'a\%'", [3]),
-        ("s like '%b'", [1, 2]),
-        ("s not like 'a_%'", [0]),
-        ("s like 'a%'", [0, 1, 2, 3]),
     ],
 )  # fmt: skip
 def test_literals_compare_by_value(text: str, rows: list[int]) -> None:
@@ -161,26 +129,10 @@ def test_literals_compare_by_value(text: str, rows: list[int]) -> None:
     ("text", "rows"),
     [
         ("x = 0", [0, 1]),
-        ("x in (0.0)", [0, 1]),
-        ("x in (-0.0, 5)", [0, 1]),
-        ("x not in (0.0)", [2, 3]),
-        ("x != 0", [2, 3]),
-        ("x < 0", []),
-        ("x >= -0.0", [0, 1, 3]),
         ("x is nan", [2]),
-        ("x is not nan", [0, 1, 3]),
-        ("not (x is nan)", [0, 1, 3]),
         ("n is nan", []),
-        ("n is not nan", [0, 1, 2, 3]),
-        ("x < 1", [0, 1, 3]),
-        ("not (x < 1)", []),
-        ("x not between 0 and 1", []),
-        ("x = 0.1", [3]),
         ("f = 0.1", [0]),
         ("f > 1e39", [3]),
-        ("f < 1e39", [0, 2]),
-        ("f = 1e39", []),
-        ("f != 1e39", [0, 1, 2, 3]),
         ("f = 'inf'", [3]),
         ("f > '-infinity'", [0, 2, 3]),
     ],
@@ -197,16 +149,12 @@ def test_floats_compare_by_ieee(text: str, rows: list[int]) -> None:
         ('"a.b" > 2', [2, 3]),
         ("st.b = 1", [0, 4]),
         ("st.b is null", [2, 3]),
-        ("st is null", [2]),
         ("st.c.d = 10", [0, 3]),
         ('st."c.d" in (20)', [4]),
         ("list is null", [2, 4]),
-        ("list is not null", [0, 1, 3]),
         ("true", [0, 1, 2, 3, 4]),
-        ("not true or n = 1", [0]),
         ("n = 1 or n = 2 and x = 5", [0]),
         ("not n = 1 and n < 5", [1, 3]),
-        ("NOT NOT (n = 1)", [0]),
         ("5 > n and s like 'a%'", [0, 1, 3]),
     ],
 )
@@ -219,24 +167,19 @@ def test_names_and_logic_bind(text: str, rows: list[int]) -> None:
     ("text", "column", "kind", "literal"),
     [
         ("n = true", "'n'", "long", "true"),
-        ("x > 'abc'", "'x'", "double", "'abc'"),
         ("n in (1, 'abc')", "'n'", "long", "'abc'"),
         ("x = 'nan'", "'x'", "double", "IS NAN"),
-        ("s = 5", "'s'", "string", "5"),
         ("ok = 1", "'ok'", "boolean", "1"),
         ("day > 5", "'day'", "date", "5"),
         ("day > '2024-02-30'", "'day'", "date", "'2024-02-30'"),
-        ("day > 'yesterday'", "'day'", "date", "'yesterday'"),
         ("clock = '24:00'", "'clock'", "time", "'24:00'"),
         ("ts = '2024-01-31T00:00:00Z'", "'ts'", "timestamp", "'2024-01-31T00:00:00Z'"),
-        ("tz = '2024-01-31T25:00:00Z'", "'tz'", "timestamptz", "'2024-01-31T25:00:00Z'"),
         ("key = 'abc'", "'key'", "uuid", "'abc'"),
         ("price = 'ten'", "'price'", r"decimal\(9, 2\)", "'ten'"),
+        ("tz = '2024-01-31T25:00:00Z'", "'tz'", "timestamptz", "'2024-01-31T25:00:00Z'"),
         ("st = 1", "'st'", "struct", "1"),
-        ("list in (1)", "'list'", "list", "1"),
         ("n like 'a%'", "'n'", "long", "'a%'"),
         ("s like 5", "'s'", "string", "5"),
-        ("st.b = 'abc'", "'st.b'", "long", "'abc'"),
     ],
 )
 def test_incomparable_literals_are_refused(text: str, column: str, kind: str, literal: str) -> None:
@@ -246,52 +189,28 @@ def test_incomparable_literals_are_refused(text: str, column: str, kind: str, li
 
 
 @pytest.mark.parametrize(
-    ("column", "written"),
-    [
-        ("day", "DATE '2024-01-31'"),
-        ("clock", "TIME '12:30:00'"),
-        ("ts", "TIMESTAMP '2024-01-31 12:30:00'"),
-        ("tz", "TIMESTAMP '2024-01-31 12:30:00+00:00'"),
-    ],
-)
-def test_integers_are_no_times(column: str, written: str) -> None:
-    """An integer has no time unit. The error names a literal that the column can be compared with."""
-    with pytest.raises(SpecInvalid, match=f"such as {re.escape(written)}, found 5 .*: write it in that form"):
-        parse_filter(f"{column} > 5", SCHEMA)
-    rows_of(f"{column} > {written}")
-
-
-@pytest.mark.parametrize(
     ("text", "where"),
     [
-        ("n > 1 n", "at 'n':"),
         ("(n > 1", "at '1':"),
         ("n > 1 AND", "at 'AND':"),
         ("n > NULL", "at 'NULL': .* with NULL by IS NULL"),
         ("n > x", "at 'x': compare with literals"),
         ('s = "a"', "single quotes"),
         ("n = 1; drop", "at '; drop'"),
-        ("n = 1;", "at ';'"),
         ("n in ()", r"write IN \(1, 2\)"),
         ("n in (1,)", r"write IN \(1, 2\)"),
-        ("n in n", r"write IN \(1, 2\)"),
-        ("n in [1]", r"write IN \(1, 2\)"),
         ("n between 1 2", "BETWEEN 1 AND 2"),
         ("n between symmetric 2 and 1", "BETWEEN 1 AND 2"),
         ("n not null", "IS NOT NULL"),
         ("s = 'open", "close each quote"),
         ("not", "at 'not'"),
         ("ok", "at 'ok'"),
+        ("\t\n", "found the blank"),
         ("n not = 1", "at 'not = 1'"),
-        ("n is true", "at 'n IS TRUE'"),
-        ("n is distinct from 1", "at 'n IS DISTINCT FROM 1'"),
         ("n = 1e99999999999999999999", "out of range"),
         ("raw = X'f'", "pairs of hex digits"),
         ("null = 1", "in double quotes"),
         ('"" = 1', "name a column"),
-        ("(n) = 1", r"at '\(n\)': name a column"),
-        ("1 = 1", "at '1': name a column"),
-        ("n = (1)", r"at '\(1\)': compare with literals"),
         ("(" * 26 + "n = 1" + ")" * 26, "nest at most 25 deep"),
         ("(" * 9999, "nest at most 25 deep"),
         ("not " * 9999 + "n = 1", "write NOT once"),
@@ -308,34 +227,15 @@ def test_unparsable_filters_are_located(text: str, where: str) -> None:
     ("text", "part"),
     [
         ("n = 1 -- and ok", "-- and ok"),
-        ("n = 1 /* and ok */", "/* and ok */"),
         ("{# ok #} n = 1", "ok #} n = 1"),
         ("n + 1 = 2", "+ 1 = 2"),
         ("n = 2 -1", "-1"),
-        ("n = -'1'", "-'1'"),
-        ("n = - 1", "- 1"),
-        ("+n = 1", "+n = 1"),
-        ("n = '+'1", "1"),
         ("abs(n) = 1", "ABS(n)"),
         ("n = cast('1' as decimal)", "as decimal)"),
-        ("n = '1'::decimal", "::decimal"),
         ("n = 0x1F", "x1F"),
-        ("n = 1_000", "_000"),
-        ("n = date 5", "CAST(5 AS DATE)"),
-        ("n = decimal(3, 1) '1'", "3"),
-        ("s like 'a!%' escape '!'", "escape '!'"),
         ("s ilike 'a'", "ilike 'a'"),
-        ("s = e'a'", "'a'"),
-        ("s = 'a' 'b'", "CONCAT('a', 'b')"),
         ("s || 'a' = 'b'", "|| 'a' = 'b'"),
-        ("n not in (select 1)", "1)"),
-        ("n > any(1)", "ANY(1)"),
-        ("row_number() over () = 1", "over () = 1"),
         ("case when ok then n end = 1", "when ok then n end = 1"),
-        ("n = ?", "?"),
-        ("n = $1", "$1"),
-        ("(n, s) = (1, 'a')", "(n, s)"),
-        ("n = 1 = true", "n = 1"),
         ("* = 1", "*"),
     ],
 )
@@ -365,19 +265,11 @@ def test_long_filters_bind() -> None:
         assert len(chained.parts) == 1_000
 
 
-def test_blank_filters_are_refused() -> None:
-    """Only an omitted filter selects all rows."""
-    for text in (" ", "\t\n"):
-        with pytest.raises(SpecInvalid, match="found the blank"):
-            parse_filter(text, SCHEMA)
-
-
 @pytest.mark.parametrize(
     ("text", "advice"),
     [
         ("colour = 'red'", "name one of these"),
         ("st.z = 1", "did you mean 'st.b'?"),
-        ("st.c.e = 1", "did you mean 'st.c.d'?"),
         ("st.b.c = 1", "did you mean 'st.b'?"),
         ('"st.b" = 1', "name one of these"),
         ("N = 1", "did you mean 'n'?"),
@@ -428,12 +320,3 @@ def test_statistics_leave_nulls_out(text: str) -> None:
     assert not parse_filter(text, SCHEMA).must_be_true(
         {3: of_counts(DoubleType(), rows=3, nulls=1, nans=0, lower=0.0, upper=0.5)}
     )
-
-
-def test_identity_partitions_decide_filters() -> None:
-    """All rows of an identity partition have its value. A comparison selects no row of a partition of nulls."""
-    condition = parse_filter("x >= 0 and x <= 0.1", SCHEMA)
-    for value, decided in ((0.1, True), (-0.0, True), (0.2, False), (None, False)):
-        known = {3: of_partition(IdentityTransform(), DoubleType(), value)}
-        assert (condition.may_be_true(known), condition.must_be_true(known)) == (decided, decided)
-    assert not condition.may_be_true({3: of_partition(IdentityTransform(), DoubleType(), None)})

@@ -1,22 +1,68 @@
-"""Detection of a hung rank, and of a live launch by its lock."""
+"""Heartbeats of ranks: their records, hung ranks and slow ones."""
 
 from __future__ import annotations
 
-import socket
-from dataclasses import replace
-from datetime import UTC, datetime, timedelta
+import time
 from pathlib import Path
 
 import pytest
 
+from dlac_pipeline.elastic.ranks.launch_folder import in_hand_file, progress_file
 from dlac_pipeline.elastic.ranks.watched_time import WatchedTime
-from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow, VerifyRow
 from dlac_pipeline.spec.launch_spec import LaunchSpec
 from dlac_pipeline.supervise.failure import HangDetector
-from dlac_pipeline.supervise.liveness.heartbeat import HeartbeatFile, Phase, RankHeartbeat
-from dlac_pipeline.supervise.liveness.launch_liveness import liveness_of
-from dlac_pipeline.supervise.liveness.run_lock import run_lock
+from dlac_pipeline.supervise.liveness.heartbeat import (
+    HeartbeatFile,
+    Phase,
+    RankHeartbeat,
+    Spent,
+    read_heartbeat,
+    read_heartbeats,
+    read_in_hand,
+)
+from dlac_pipeline.supervise.policies.stragglers import Straggler, Stragglers
 from dlac_pipeline.supervise.ranks.local_ranks import Exit
+
+
+def test_all_records_of_launch_are_read(tmp_path: Path) -> None:
+    """Records are found by their names. Some ranks have none yet, and a record being fetched from another node counts once."""
+    for rank in (1, 3, 100_000):
+        HeartbeatFile(tmp_path, rank).write(rank, Phase.TRAINING)
+    progress_file(tmp_path, 3).with_suffix(".new").write_bytes(progress_file(tmp_path, 3).read_bytes())
+    progress_file(tmp_path, 2).with_suffix(".new").touch()
+    progress_file(tmp_path, 4).touch()
+    assert [found.step for found in read_heartbeats(tmp_path)] == [1, 3, 100_000]
+    assert read_heartbeats(tmp_path / "gone") == []
+    assert read_heartbeat(tmp_path, 0) is None
+
+
+def test_half_written_batch_is_ignored(tmp_path: Path) -> None:
+    """Its rank died during the write. Records of the same step from other ranks count, and records of another step do not."""
+    batch = [
+        "[7, [[0, 1, 0, 2, 30, 38]]]\n",
+        "[7, [[0, 2, 0",
+        "",
+        "[6, [[0, 3, 0, 2, 30, 38]]]\n",
+        "[7, [[0, 4, 0, 2, 1, 2]]]\nrest",
+    ]
+    for rank, text in enumerate(batch):
+        in_hand_file(tmp_path, rank).write_text(text)
+    assert [moved[1] for moved in read_in_hand(tmp_path, 7)] == [1, 4]
+
+
+@pytest.mark.parametrize(("in_hand", "doing"), [(8, "computing"), (0, "reading"), (-1, "training")])
+def test_last_heartbeat_is_read(tmp_path: Path, in_hand: int, doing: str) -> None:
+    """Every number of the last record is read again, and gives the activity during training."""
+    writer = HeartbeatFile(tmp_path, 0)
+    spent = Spent(in_hand=in_hand, rows=224, reading_us=1, computing_us=2, checkpoint_us=3, loading_us=4, began=1.5)
+    writer.write(1, Phase.CHECKPOINT)
+    writer.write(7, Phase.TRAINING, loss_step=6, loss=0.25, spent=spent)
+    writer.close()
+    found = read_heartbeat(tmp_path, 0)
+    assert found is not None
+    assert (found.step, found.phase, found.loss_step, found.loss) == (7, Phase.TRAINING, 6, 0.25)
+    assert (found.spent, found.doing) == (spent, doing)
+
 
 LAUNCH = LaunchSpec.model_validate({"script": "x", "hang_timeout_s": 10.0})
 
@@ -58,7 +104,6 @@ def silent_after(ranks: Ranks, looked_s: float) -> Exit | None:
         ([(Phase.TRAINING, 1.0), (Phase.TRAINING, 11.0), (Phase.CHECKPOINT, 12.0)], 2),
         ([(Phase.TRAINING, 1.0), (Phase.TRAINING, 9.0)], None),
         ([(Phase.TRAINING, 50.0), (Phase.LOADING, 50.0)], None),
-        ([(Phase.TRAINING, 50.0), None], None),
         ([(Phase.DONE, 5000.0), (Phase.DONE, 5000.0)], None),
         ([(Phase.DONE, 5000.0), (Phase.CHECKPOINT, 9.0)], None),
         ([(Phase.DONE, 5000.0), (Phase.CHECKPOINT, 11.0)], 1),
@@ -94,28 +139,66 @@ def test_suspended_supervisor_reads_ranks_first() -> None:
     assert 708 < first < 709.5
 
 
-def test_claim_without_folder_has_no_launch(tmp_path: Path) -> None:
-    """A rewind claims the run and launches nothing, so no lock is looked for, and the run is not alive."""
-    row = ClaimRow(attempt=2, run="r", committed_at=datetime.now(UTC), host=socket.gethostname())
-    rewound = replace(row, purpose="rewinds", origin="r-1")
-    signs = liveness_of([rewound], 2)
-    assert (signs.here, signs.lock_held, signs.alive(lost_after_s=120.0)) == (True, False, False)
-    launched = replace(row, local=str(tmp_path))
-    (tmp_path / "r").mkdir()
-    with run_lock(str(tmp_path), "r", wait_s=0.0, takeover=False):
-        assert liveness_of([launched], 2).lock_held
+def signs(step: int, **seconds: list[float]) -> list[RankHeartbeat]:
+    """Return heartbeats of ranks at a step. `seconds` are the seconds that each rank has spent in a phase so far."""
+    ranks = len(next(iter(seconds.values())))
+    spent = [
+        Spent(**{f"{phase}_us": int(each[rank] * 1e6) for phase, each in seconds.items()}, checkpoint_bytes=1)
+        for rank in range(ranks)
+    ]
+    return [RankHeartbeat(step, Phase.TRAINING, time.time(), 0, 0.0, each) for each in spent]
 
 
-def test_remote_launch_shows_only_own_acts(tmp_path: Path) -> None:
-    """Its rows count, and the steps of its ranks if its folder is visible. Rows of operators and upkeep do not count."""
-    old = datetime.now(UTC) - timedelta(seconds=300)
-    claimed = ClaimRow(attempt=2, run="r", committed_at=old, host="node7", local="/far", launch_folder=str(tmp_path))
-    verified = VerifyRow(attempt=2, run="r", committed_at=datetime.now(UTC))
-    committed = CheckpointRow(attempt=2, run="r", committed_at=datetime.now(UTC))
-    assert not liveness_of([claimed, verified], 2).alive(lost_after_s=120.0)
-    assert liveness_of([claimed, committed], 2).alive(lost_after_s=120.0)
-    writer = HeartbeatFile(tmp_path, 0)
-    writer.write(1, Phase.TRAINING)
-    writer.close()
-    signs = liveness_of([claimed], 2)
-    assert (signs.host, signs.local, signs.here, signs.alive(lost_after_s=120.0)) == ("node7", "/far", False, True)
+def started_detector() -> Stragglers:
+    """Return a detector that has observed the start of four ranks."""
+    made = Stragglers()
+    assert made.observe(signs(0, reading=[0.0] * 4, computing=[0.0] * 4)) == []
+    return made
+
+
+def test_slow_rank_is_named_with_phase() -> None:
+    """A rank's own seconds per step are compared with its peers' median, once enough steps are done."""
+    detector = started_detector()
+    assert detector.observe(signs(4, reading=[0.0] * 4, computing=[2.0, 2.0, 99.0, 2.0])) == []
+    (found,) = detector.observe(signs(5, reading=[0.0] * 4, computing=[2.5, 2.5, 15.0, 3.0]))
+    assert found == Straggler(rank=2, phase="computing", step=5, own_s=3.0, median_s=0.5)
+    assert found.event()["factor"] == 6.0
+
+
+def test_straggler_is_reported_once() -> None:
+    """A rank that is slow, slow, fast and slow is reported the first and the last time."""
+    detector, reading, reports = started_detector(), 0.0, []
+    for window, more in enumerate((10.0, 10.0, 0.0, 10.0), start=1):
+        reading += more
+        reports.append(len(detector.observe(signs(5 * window, reading=[0.0, reading, 0.0, 0.0], computing=[1.0] * 4))))
+    assert reports == [1, 0, 0, 1]
+
+
+def test_small_delay_is_not_reported() -> None:
+    """No report follows if a rank is less than twice as slow, or loses less than a second per step."""
+    assert started_detector().observe(signs(5, computing=[10.0, 10.0, 19.0, 10.0])) == []
+    assert started_detector().observe(signs(5, computing=[1.0, 1.0, 5.5, 1.0])) == []
+    assert Stragglers().observe(signs(9, computing=[900.0])) == []
+
+
+def test_loading_and_checkpoints_are_compared() -> None:
+    """They are compared once all ranks have done them. Parts of a checkpoint are compared if they have the same size."""
+    detector = started_detector()
+    assert detector.observe(signs(0, loading=[1.0, 9.0, 0.0, 1.0])) == []
+    (found,) = detector.observe(signs(0, loading=[1.0, 9.0, 1.0, 1.0]))
+    assert (found.rank, found.phase, found.own_s) == (1, "loading", 9.0)
+    (slow,) = detector.observe(signs(3, loading=[1.0, 9.0, 1.0, 1.0], checkpoint=[1.0, 1.0, 1.0, 8.0]))
+    assert (slow.rank, slow.phase) == (3, "checkpoint")
+    whole = [Spent(checkpoint_us=9_000_000, checkpoint_bytes=10**9), Spent(checkpoint_us=1, checkpoint_bytes=10**3)]
+    alone = [RankHeartbeat(5, Phase.TRAINING, time.time(), 0, 0.0, each) for each in whole]
+    assert Stragglers().observe(alone) == []
+
+
+def test_replaced_process_is_no_straggler() -> None:
+    """The counts of a process that replaces a dead one begin again, and so does the comparison."""
+    detector = started_detector()
+    assert detector.observe(signs(5, computing=[50.0] * 4)) == []
+    assert detector.observe(signs(10, computing=[100.0, 100.0, 30.0, 100.0])) == []
+    assert detector.observe(signs(15, computing=[150.0, 150.0, 80.0, 150.0])) == []
+    (found,) = detector.observe(signs(20, computing=[200.0, 200.0, 230.0, 200.0]))
+    assert (found.rank, found.own_s) == (2, 30.0)

@@ -35,11 +35,6 @@ def test_interrupted_run_has_failed(reasons: tuple[str | None, ...]) -> None:
     assert failure_of_attempt(rows(*reasons), 1, noticed_by=OPERATOR, **MOMENTS) is not None
 
 
-def test_rewinding_attempt_has_not_failed() -> None:
-    """The attempt of a rewind never trains."""
-    assert failure_of_attempt(rows(purpose="rewinds", origin="r-1"), 1, noticed_by="recovery_sensor", **MOMENTS) is None
-
-
 def test_lost_node_had_the_rows_of_others() -> None:
     """The last report of a lost node is some steps old, or missing. Its ranks took part in the steps of all ranks."""
     heard = [RankHeartbeat(each, Phase.TRAINING, 0.0, 0, 0.0, Spent(rows=12 * each)) for each in (10, 10, 6, 11)]

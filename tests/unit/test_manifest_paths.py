@@ -23,26 +23,8 @@ from dlac_pipeline.lakehouse.store_files import StoreFiles, file_digest
 from tests.small_records import small_manifest
 
 BAD_PATHS: list[Any] = [
-    "",
-    ".",
-    "..",
-    "../x",
-    "a/../../x",
-    "a/..",
-    "/etc/passwd",
-    "//x",
-    "a//b",
-    "a/",
-    "./a",
-    "a\\b",
-    "..\\x",
-    "a\nb",
-    "a\x00",
-    "a\x1b[2J",
-    "manifest.json",
-    None,
-    7,
-    ["a"],
+    *("", ".", "..", "../x", "a/../../x", "a/..", "/etc/passwd", "//x", "a//b", "a/", "./a", "a\\b", "..\\x"),
+    *("a\nb", "a\x00", "a\x1b[2J", "manifest.json", None, 7, ["a"]),
 ]
 
 
@@ -54,18 +36,14 @@ def test_path_elsewhere_is_damage(path: Any) -> None:
         parse_manifest(content, origin="m")
 
 
-def test_path_named_twice_is_damage() -> None:
-    """Two entries of one path would be written at the same time."""
+@pytest.mark.parametrize("content", [b"", b"\xff", b"[]", b"null", b"{}", b'{"format_version": 1}'])
+def test_other_content_is_damage(content: bytes) -> None:
+    """Invalid content of a manifest is reported as damage. Two entries of one path would be written at the same time."""
+    with pytest.raises(CheckpointDamaged):
+        parse_manifest(content, origin="m")
     twice = [FileEntry(path="a", bytes=1, digest="d")] * 2
     with pytest.raises(CheckpointDamaged, match="distinct"):
         parse_manifest(small_manifest(*twice).to_bytes(), origin="m")
-
-
-@pytest.mark.parametrize("content", [b"", b"\xff", b"[]", b"null", b"{}", b'{"format_version": 1}'])
-def test_other_content_is_damage(content: bytes) -> None:
-    """Invalid content of a manifest is reported as damage."""
-    with pytest.raises(CheckpointDamaged):
-        parse_manifest(content, origin="m")
 
 
 def test_paths_below_are_read() -> None:
@@ -152,25 +130,10 @@ def test_tag_elsewhere_is_refused(tmp_path: Path, tag: str, latest: bool) -> Non
         foreign_checkpoint(tmp_path / "mine", tag=None if latest else tag)
 
 
-def put_folder(path: Path) -> None:
-    """Make a folder in place of a file."""
-    path.mkdir()
-
-
 def put_loop(path: Path) -> None:
     """Make two links that lead to each other."""
     path.symlink_to(path.with_name("other"))
     path.with_name("other").symlink_to(path)
-
-
-def put_long_link(path: Path) -> None:
-    """Make a link to a name that is too long."""
-    path.symlink_to("x" * 300)
-
-
-def put_pipe(path: Path) -> None:
-    """Make a named pipe, whose reader would wait for ever."""
-    os.mkfifo(path)
 
 
 def put_file_above(path: Path) -> None:
@@ -179,7 +142,11 @@ def put_file_above(path: Path) -> None:
     path.parent.touch()
 
 
-@pytest.mark.parametrize("put", [put_folder, put_loop, put_long_link, put_pipe, put_file_above])
+@pytest.mark.parametrize(
+    "put",
+    [Path.mkdir, put_loop, lambda path: path.symlink_to("x" * 300), os.mkfifo, put_file_above],
+    ids=["folder", "loop", "long link", "pipe", "file above"],
+)
 def test_no_file_is_damage(tmp_path: Path, put: Callable[[Path], None]) -> None:
     """Something else in place of a checkpoint's file is damage at once, no outage that is waited for."""
     folder = tmp_path / "attempt-0001" / "step-000000001-c"

@@ -37,13 +37,9 @@ def taken(state: RankState, rows: list[LedgerRow], head: CheckpointRow, replaced
     return may_resume(MemoryState(Path(), (state,)), rows, head, replaced=replaced, died_loading=may_have_died_loading)
 
 
-def test_state_of_replaced_attempt_is_taken() -> None:
-    """It names the head."""
-    assert taken(STATE, _ROWS, _HEAD)
-
-
 def test_state_before_first_checkpoint_is_taken() -> None:
-    """A run without a checkpoint has a state that names none."""
+    """A state names its head. A run without a checkpoint has a state that names none."""
+    assert taken(STATE, _ROWS, _HEAD)
     assert taken(replace(STATE, head=None, trained=[trained(0)]), _ROWS[::2], CheckpointRow())
 
 
@@ -110,27 +106,17 @@ def test_only_death_in_load_counts(tmp_path: Path) -> None:
         assert taken(STATE, [*_ROWS, *claims], _HEAD, replaced=number) == expected[number - 3]
 
 
-def test_repeated_claim_keeps_its_state() -> None:
-    """The first try of a claim has named a state. The next try may take none, and so this one is lost, but still named."""
-    claim = ClaimRow(seq=4, attempt=3, nonce="c", memory_of=2, memory_step=13, memory_at=5.0)
-    ledger: Any = SimpleNamespace(rows=lambda run, *, kinds: [*_ROWS, claim])
-    fence = Fence(attempt=3, nonce="c", seq=4, head="c10")
-    found = MemoryChoice(run="r", ledger=ledger, replaced=2, find=list, died_loading=bool).find_claimed(fence, leg="{}")
-    assert found is not None
-    assert (found.claim, found.state) == (claim, None)
-
-
 def test_claimed_state_is_the_very_one() -> None:
-    """An attempt that is fenced off has written another state of the same step: the claim names the earlier one only."""
+    """A fenced attempt has written another state of the same step: the claim names the earlier one, also if it is lost."""
     claim = ClaimRow(seq=4, attempt=3, nonce="c", memory_of=2, memory_step=13, memory_at=5.0)
     ledger: Any = SimpleNamespace(rows=lambda run, *, kinds: [*_ROWS, claim])
     fence = Fence(attempt=3, nonce="c", seq=4, head="c10")
     named, later = (MemoryState(Path(), (replace(STATE, saved_at=at),)) for at in (5.0, 6.0))
-    for states_found, expected in (([later], None), ([later, named], named)):
+    for states_found, expected in (([], None), ([later], None), ([later, named], named)):
         choice = MemoryChoice(run="r", ledger=ledger, replaced=2, find=partial(list, states_found), died_loading=bool)
         claimed = choice.find_claimed(fence, leg="{}")
         assert claimed is not None
-        assert claimed.state == expected
+        assert (claimed.claim, claimed.state) == (claim, expected)
 
 
 @pytest.mark.parametrize(

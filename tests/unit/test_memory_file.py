@@ -4,7 +4,6 @@ import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from threading import Thread
 
 import pytest
 import torch
@@ -43,21 +42,6 @@ def test_states_of_any_size_follow_each_other(path: Path) -> None:
     file.close()
 
 
-def test_pages_are_mapped_once_until_the_end(path: Path) -> None:
-    """A second state of the same size uses the same pages. Nothing is mapped after the file is closed."""
-    file = MemoryFile(path, is_mapped=True)
-    state = {"weight": torch.rand(3 << 20)}
-    _check(file, path, state)
-    file.wait_for_pages()
-    pages = _mapping(path)
-    assert pages
-    _check(file, path, {"weight": -state["weight"]})
-    file.wait_for_pages()
-    assert _mapping(path) == pages
-    file.close()
-    assert not _mapping(path)
-
-
 def test_file_that_was_cut_is_written_again(path: Path) -> None:
     """Pages that the file has lost are not touched, which would end the process."""
     file = MemoryFile(path, is_mapped=True)
@@ -68,15 +52,6 @@ def test_file_that_was_cut_is_written_again(path: Path) -> None:
     with path.open("r+b") as cut:
         cut.truncate(5000)
     _check(file, path, state)
-    file.close()
-
-
-def test_small_files_are_not_mapped(path: Path) -> None:
-    """The state of the random generators needs no mapping."""
-    file = MemoryFile(path, is_mapped=True)
-    _check(file, path, {"bias": torch.rand(7)})
-    file.wait_for_pages()
-    assert not _mapping(path)
     file.close()
 
 
@@ -108,27 +83,6 @@ def test_memory_is_freed_while_a_child_has_the_file(path: Path) -> None:
         path.unlink()
         file.free()
         assert os.fstat(left.fileno()).st_blocks == 0
-
-
-def test_files_are_written_without_threads_or_mappings(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A limit of threads, a kernel that cannot map pages ahead, and a folder on a disk cost only speed."""
-    state = {"weight": torch.rand(3 << 20)}
-
-    def fail(*arguments: object) -> None:
-        raise RuntimeError("can't start new thread")
-
-    for attribute, replacement in (("start", fail), ("run", lambda thread: None)):
-        with monkeypatch.context() as patch:
-            patch.setattr(Thread, attribute, replacement)
-            file = MemoryFile(path, is_mapped=True)
-            _check(file, path, state)
-            _check(file, path, state)
-            file.close()
-    file = MemoryFile(path, is_mapped=False)
-    _check(file, path, state)
-    file.wait_for_pages()
-    assert not _mapping(path)
-    file.close()
 
 
 def test_shared_memory_is_told_from_a_disk() -> None:

@@ -1,7 +1,8 @@
-"""A rank keeps another state only when all ranks know that the one before is whole and copied."""
+"""A rank saves states in memory as often as the copies allow, seals whole ones only, and frees the memory of all others."""
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from dataclasses import replace
@@ -15,23 +16,39 @@ import torch
 
 from dlac_pipeline.checkpoint.collectives import RankTree
 from dlac_pipeline.checkpoint.engines import TorchState
+from dlac_pipeline.checkpoint.restore.resume_point import ResumePoint
 from dlac_pipeline.checkpoint.step_sync import RankReport, StepSync
 from dlac_pipeline.elastic.ranks.rank import LAUNCH_VARIABLE
+from dlac_pipeline.lakehouse.errors import MemoryStateLost
 from dlac_pipeline.memory_states import states
-from dlac_pipeline.memory_states.save import MemorySaves
+from dlac_pipeline.memory_states.memory_file import MemoryFile
+from dlac_pipeline.memory_states.save import MOST_OVERHEAD, MemorySaves, bytes_of_state
 from dlac_pipeline.plan.slots import ALL_SLOTS
 from dlac_pipeline.track.tracker import ReaderStateTracker
-from tests.memory_states import fresh_start, spec_of
+from dlac_pipeline.train.restored_state import lose_if_unreadable, read_memory
+from tests.memory_states import OWN, fresh_start, keep, part_of, spec_of
+from tests.resume_points import memory_point
 
 SYNC = StepSync(step=1, losses=[0.5], memory_copied=True)
+STATE_BYTES = 4_000
+"""Bytes that a state of a rank is expected to take."""
 
 
 class Rank:
     """A rank with ranks on other nodes, as far as its memory states need it."""
 
-    def __init__(self, home: Path, **changes: Any) -> None:
+    def __init__(
+        self,
+        home: Path,
+        *,
+        point: ResumePoint | None = None,
+        loaded: states.MemoryState | None = None,
+        hang_timeout_s: float = 10.0,
+        **changes: Any,
+    ) -> None:
         spec = spec_of(home)
         checkpoint = spec.checkpoint.model_copy(update={"memory_every_steps": 1, **changes})
+        launch = spec.launch.model_copy(update={"hang_timeout_s": hang_timeout_s})
         self.tracker = ReaderStateTracker(
             committed_step=0, step=0, groups=range(1), cursors=np.zeros((1, 1, 4), dtype=np.int64)
         )
@@ -46,10 +63,10 @@ class Rank:
             tree=RankTree(0, 1, None),
         )
         self.warnings: list[str] = []
-        self.engine = TorchState(model=torch.nn.Linear(2, 1))
+        self.engine = TorchState(model=torch.nn.Linear(250, 1, bias=False))
         self.saves = MemorySaves(
-            spec.model_copy(update={"checkpoint": checkpoint}),
-            fresh_start(),
+            spec.model_copy(update={"checkpoint": checkpoint, "launch": launch}),
+            point or fresh_start(),
             cast(Any, communicator),
             self.tracker,
             cast(Any, SimpleNamespace(head=None, in_progress=list)),
@@ -58,7 +75,7 @@ class Rank:
         folder = states.memory_folder(spec)
         assert folder is not None
         self.folder = states.attempt_folder(folder, 3, "c")
-        self.saves.begin(self.engine, None)
+        self.saves.begin(self.engine, loaded)
 
     def wait(self, *, is_asked: bool = False) -> float:
         """Wait for the copy of the last state after the next step, and return the seconds."""
@@ -76,33 +93,69 @@ class Rank:
         return sorted(part.state.step for part in states.read_parts(self.folder.parent))
 
     @property
-    def is_copied(self) -> bool:
-        """What the rank reports of its last state."""
-        return self.saves.report(RankReport()).memory_copied
+    def report(self) -> RankReport:
+        """What the rank reports of its states."""
+        return self.saves.report(RankReport())
 
 
 @pytest.fixture
-def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rank:
-    """A rank that a supervisor has started."""
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The memory of a node, whose supervisor has started ranks."""
     monkeypatch.setenv(LAUNCH_VARIABLE, str(tmp_path))
-    return Rank(tmp_path / "memory")
+    return tmp_path / "memory"
+
+
+@pytest.fixture
+def rank(memory: Path) -> Rank:
+    """A rank that may keep a state of each step."""
+    return Rank(memory)
 
 
 def test_state_waits_for_copies_of_all(rank: Rank) -> None:
     """The rank reports the copy of its node, and keeps another state once all have reported their copies."""
-    assert (rank.is_copied, rank.step()) == (False, [1])
+    assert (rank.report.memory_copied, rank.step()) == (False, [1])
     states.mark_copied(rank.folder, 0, 0)
-    assert not rank.is_copied
+    assert not rank.report.memory_copied
     states.mark_copied(rank.folder, 0, 1)
-    assert rank.is_copied
+    assert rank.report.memory_copied
     rank.saves.on_sync(replace(SYNC, memory_copied=False))
     assert rank.step() == [1]
     rank.saves.on_sync(SYNC)
     assert rank.step() == [1, 3]
-    assert not rank.is_copied
+    assert not rank.report.memory_copied
     assert rank.step() == [1, 3], "the message was about the state before"
     rank.saves.on_sync(SYNC)
     assert rank.step() == [3, 5]
+
+
+def test_first_states_wait_for_copies(memory: Path) -> None:
+    """Without a fixed number of steps no step asks for the copy of the state before."""
+    rank = Rank(memory, memory_every_steps=0)
+    assert rank.step() == [1]
+    assert not rank.saves.is_due(2)
+    rank.saves.on_sync(SYNC)
+    assert rank.saves.is_due(3)
+
+
+def test_lower_of_two_costs_sets_the_pace(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state is saved in each step until two have shown their cost. Work of the script before a save belongs to the step."""
+    rank, now, costs = Rank(memory, memory_every_steps=0), [0.0], iter((5.0, 7.0, 1.0, 9.0))
+    monkeypatch.setattr("dlac_pipeline.memory_states.save.time.monotonic", lambda: now[0])
+
+    def take_time(*_: object) -> None:
+        now[0] += next(costs)
+
+    monkeypatch.setattr(rank.engine, "save", take_time)
+    for step in range(4, 8):
+        now[0] += 50.0
+        rank.saves.step_done()
+        rank.saves.return_to_script()
+        now[0] += 50.0
+        assert rank.saves.is_due(step)
+        rank.saves.save(rank.engine, rows=8)
+        rank.saves.on_sync(SYNC)
+    assert rank.report.memory_steps == math.ceil(1.0 / (MOST_OVERHEAD * 100.0))
+    assert not rank.saves.is_due(8)
 
 
 def test_uncopied_states_are_kept_alone(rank: Rank) -> None:
@@ -110,7 +163,7 @@ def test_uncopied_states_are_kept_alone(rank: Rank) -> None:
     rank.step()
     states.mark_copied(rank.folder, 0, states.ALWAYS)
     for step in (2, 3):
-        assert rank.is_copied
+        assert rank.report.memory_copied
         rank.saves.on_sync(SYNC)
         assert rank.step() == [step - 1, step]
 
@@ -123,49 +176,60 @@ def test_seal_has_flag_of_engine(rank: Rank, loads_own_files: bool, monkeypatch:
     assert [part.state.loads_own_files for part in states.read_parts(rank.folder.parent)] == [loads_own_files]
 
 
-@pytest.fixture
-def waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rank:
-    """A rank with `memory_waits` that has kept its first state, of step 1."""
-    monkeypatch.setenv(LAUNCH_VARIABLE, str(tmp_path))
-    rank = Rank(tmp_path / "memory", memory_waits=True, memory_every_steps=2)
-    monkeypatch.setattr(rank.saves, "_longest_wait_s", 5.0)
-    assert rank.step() == [1]
-    return rank
-
-
-def test_rank_waits_for_copy(waiting: Rank) -> None:
+def test_rank_waits_for_copy(memory: Path) -> None:
     """It waits after a step at which another state is due, and after no other one."""
-    waiting.tracker.step = 2
-    assert waiting.wait() < 1
-    waiting.tracker.step = 1
-    threading.Timer(0.3, states.mark_copied, (waiting.folder, 0, 1)).start()
-    assert 0.2 < waiting.wait() < 4
-    assert waiting.is_copied
+    rank = Rank(memory, memory_waits=True, memory_every_steps=2)
+    assert rank.step() == [1]
+    rank.tracker.step = 2
+    assert rank.wait() < 1
+    rank.tracker.step = 1
+    threading.Timer(0.3, states.mark_copied, (rank.folder, 0, 1)).start()
+    assert 0.2 < rank.wait() < 4
+    assert rank.report.memory_copied
 
 
-def test_wait_for_copy_ends(waiting: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stop request and a failure end it. So does its limit: the rank trains on, and leaves the state out."""
-    assert waiting.wait(is_asked=True) < 1
-    monkeypatch.setattr(waiting.saves, "_longest_wait_s", 0.2)
-    waiting.saves._waited_for = 0
-    assert 0.2 <= waiting.wait() < 4
-    assert waiting.step() == [1]
-    monkeypatch.setattr(waiting.saves, "_longest_wait_s", 5.0)
-    waiting.tracker.step = 1
-    assert waiting.wait() < 1, "no copy is waited for twice"
-    waiting.saves._waited_for = 0
-    waiting.saves._give_up(states.slot_of(waiting.folder, 1), OSError("no room"))
-    assert waiting.wait() < 1
-    assert states.copied_step(waiting.folder, 0) == states.ALWAYS, "the other ranks of the node wait no more"
+def test_wait_for_copy_ends(memory: Path) -> None:
+    """A stop request ends it. So does its limit: the rank trains on, leaves the state out, and waits for no copy twice."""
+    rank = Rank(memory, memory_waits=True, memory_every_steps=2)
+    rank.step()
+    assert rank.wait(is_asked=True) < 1
+    rank = Rank(memory, memory_waits=True, memory_every_steps=2, hang_timeout_s=2.0)
+    rank.step()
+    assert 1 <= rank.wait() < 4
+    assert rank.step() == [1]
+    rank.tracker.step = 1
+    assert rank.wait() < 1
 
 
-def test_all_ranks_wait_as_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_ranks_wait_as_rank_0(memory: Path) -> None:
     """Nodes may have different settings. If they disagreed, one would wait in a message that another does not send."""
-    monkeypatch.setenv(LAUNCH_VARIABLE, str(tmp_path))
-    rank = Rank(tmp_path / "memory", memory_waits=True)
+    rank = Rank(memory, memory_waits=True)
     rank.communicator.tree.broadcast = lambda content: b"3 0 "
     rank.saves.begin(rank.engine, None)
-    assert (rank.saves._fixed, rank.saves._waits) == (3, False)
+    rank.step()
+    assert [rank.saves.is_due(step) for step in (2, 3)] == [False, True]
+    rank.tracker.step = 2
+    assert rank.wait() < 1
+
+
+@pytest.mark.parametrize("missing", ["write", "room"])
+def test_failed_state_has_no_seal(memory: Path, monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    """Without memory for a second state its slot has no seal from the beginning, and no rank of the node waits for a copy."""
+    rank = Rank(memory, memory_waits=True)
+    rank.step()
+    rank.saves.on_sync(SYNC)
+
+    def fail(*_: object) -> int:
+        raise OSError("no space")
+
+    if missing == "write":
+        monkeypatch.setattr(MemoryFile, "overwrite", fail)
+    else:
+        monkeypatch.setattr(states, "room_for_states", lambda memory: -1)
+    assert rank.step() == [1]
+    assert rank.report.memory_failed
+    assert rank.wait() < 1
+    assert states.copied_step(rank.folder, 0) == states.ALWAYS
 
 
 def test_failure_of_any_rank_frees_memory(rank: Rank) -> None:
@@ -177,9 +241,86 @@ def test_failure_of_any_rank_frees_memory(rank: Rank) -> None:
     assert len(rank.warnings) == 1
 
 
-def test_warning_of_small_memory_has_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warning_of_small_memory_has_remedy(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A container has little shared memory: the warning names the remedy."""
-    monkeypatch.setenv(LAUNCH_VARIABLE, str(tmp_path))
     monkeypatch.setattr(states, "room_for_states", lambda memory: 0)
-    (warning,) = Rank(tmp_path / "memory").warnings
+    (warning,) = Rank(memory).warnings
     assert '--shm-size, free memory of the node, or set checkpoint.memory = ""' in warning
+
+
+def test_fetched_state_is_freed(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks have loaded it. If a node has no room for new states, the old ones are removed as well."""
+    folder = states.memory_folder(spec_of(memory))
+    assert folder is not None
+    keep(folder, part_of(0))
+    (kept,) = states.read_parts(folder)
+    loaded = states.MemoryState(states.slot_at(folder, kept.slot), ())
+    fetched = states.fetched_folder(folder / "000003-c", 0)
+    fetched.mkdir(parents=True)
+    Rank(memory, point=memory_point(), loaded=loaded)
+    assert not fetched.exists()
+    assert len(states.read_parts(folder)) == 1
+    monkeypatch.setattr(states, "room_for_states", lambda memory: -1)
+    Rank(memory, loaded=loaded)
+    assert states.read_parts(folder) == []
+
+
+def test_only_the_loaded_state_stays(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory counts as free for new states, because it is removed after the first of them."""
+    folder = states.memory_folder(spec_of(memory))
+    assert folder is not None
+    for slot in ("0-000002-b", "1-000002-b"):
+        (folder / "000002-b" / slot).mkdir(parents=True)
+        (folder / "000002-b" / slot / "state.pt").write_bytes(bytes(3_000))
+    loaded = states.MemoryState(folder / "000002-b" / "1-000002-b", ())
+    needed = 2 * STATE_BYTES - 3_000
+    monkeypatch.setattr(states, "room_for_states", lambda memory: needed)
+    assert Rank(memory, point=memory_point(), loaded=loaded).saves.is_due(1)
+    assert [each.name for each in (folder / "000002-b").iterdir()] == ["1-000002-b"]
+    monkeypatch.setattr(states, "room_for_states", lambda memory: needed - 1)
+    assert not Rank(memory, point=memory_point(), loaded=loaded).saves.is_due(1)
+
+
+def test_fetched_state_of_killed_attempt_is_freed(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its supervisor was killed while its ranks loaded. What it had fetched takes no room from the states of the next attempt."""
+    folder = states.memory_folder(spec_of(memory))
+    assert folder is not None
+    fetched = states.fetched_folder(folder / "000002-b", 0)
+    (fetched / "000001-a" / "0-000001-a").mkdir(parents=True)
+    monkeypatch.setattr(states, "room_for_states", lambda memory: 2 * STATE_BYTES - fetched.exists())
+    assert Rank(memory).saves.is_due(1)
+    assert not fetched.exists()
+
+
+def test_lost_state_names_what_to_do() -> None:
+    """It could not be fetched, so it has no folder on this node."""
+    order: Any = None
+    with pytest.raises(MemoryStateLost, match=r"step 7 on this node, .*: start the run again"):
+        read_memory(memory_point(folder=""), order)
+
+
+@pytest.mark.parametrize(
+    ("failure", "stays"),
+    [
+        (RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1"), True),
+        (OSError(28, "No space left on device"), True),
+        (ValueError("invalid header"), False),
+        (MemoryStateLost("another attempt wrote it"), False),
+    ],
+    ids=["peer", "no room", "content", "changed"],
+)
+def test_lost_peer_leaves_states(tmp_path: Path, failure: Exception, stays: bool) -> None:
+    """A rank that dies while all load is not the state's fault."""
+    folder = tmp_path / OWN / "mine"
+    keep(folder, replace(part_of(0), world_size=1))
+    (state,) = states.read_states(folder)
+    with pytest.raises(type(failure) if stays else MemoryStateLost), lose_if_unreadable(state):
+        raise failure
+    assert bool(states.read_states(folder)) == stays
+
+
+def test_frozen_weights_need_no_optimizer_state() -> None:
+    """The memory that a state needs is estimated: with adapters, most of a model's weights are frozen."""
+    model = torch.nn.Sequential(torch.nn.Linear(10, 10, bias=False), torch.nn.Linear(10, 1, bias=False))
+    model[0].requires_grad_(False)
+    assert bytes_of_state(TorchState(model=model)) == (400 + 4 * 40, 0)

@@ -92,14 +92,6 @@ def test_groups_share_one_schedule(weights: list[float], groups: int, samples: i
     assert np.concatenate(parts).tolist() == together[:, 0].tolist()
 
 
-def test_only_source_gives_all() -> None:
-    """A source that is the only present one gives every sample, whatever its weight."""
-    mixture, present = Mixture([1e-9, 1.0], 4), (True, False)
-    assert mixture.sources(3, 5, 9, present).tolist() == [0] * 4
-    assert mixture.counts(3, 5, 9, present).tolist() == [4, 0]
-    assert mixture.nth(3, 5, 0, 4, present) == 9
-
-
 def test_smallest_share_has_one_place() -> None:
     """A weight below one place of the period is rounded up, so that every present source has a place."""
     counts = Mixture([1.0, 1e-9, 1e-9, 1e6], 3).counts(1, 0, PERIOD, (True, True, False, True))

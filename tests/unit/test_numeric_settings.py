@@ -7,9 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from pydantic import BaseModel, ValidationError
 from typer.core import TyperGroup
 from typer.main import get_command
@@ -129,25 +127,3 @@ def test_absurd_ranks_are_refused(value: Any) -> None:
             SpecInvalid, match=f"found rank {value} of 1" if number else rf"rank of open_dataset\(\) .*{found}"
         ):
             open_dataset(rank=value, world_size=1, **settings)
-
-
-@pytest.mark.parametrize("value", [np.bool_(False), torch.tensor(False), np.float64(0), torch.tensor(0.0)])
-def test_other_numbers_are_no_ranks(value: Any) -> None:
-    """A bool or a float of a library is refused like Python's."""
-    with pytest.raises(SpecInvalid, match=r"rank of open_dataset.* to be an integer"):
-        open_dataset(rank=value, world_size=2, table="src.t", columns=["x"], batch_size=16)
-
-
-def test_absurd_dataset_settings_are_refused() -> None:
-    """Numeric settings of `open_dataset` equal the job spec's, with the same error messages."""
-    with pytest.raises(
-        SpecInvalid, match=r"order\.batch_size: expected a number of at least 1 and of at most \d+, found inf"
-    ):
-        open_dataset(table="src.t", columns=["x"], batch_size=math.inf)
-
-
-def test_ranks_from_environment_are_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A RANK that is no number is refused by name."""
-    monkeypatch.setenv("RANK", "first")
-    with pytest.raises(SpecInvalid, match="RANK and WORLD_SIZE, found 'first' and '1'"):
-        open_dataset(table="src.t", columns=["x"], batch_size=16)

@@ -74,19 +74,6 @@ def test_scratch_memory_counts(prefetch: Prefetcher) -> None:
     assert sorted(begun) == [0, 1]
 
 
-def test_memory_of_others_counts() -> None:
-    """One block fits if others keep 3 of 4 MB."""
-    prefetch = Prefetcher(threads=1, budget_bytes=4 * MB, beside_bytes=lambda: 3 * MB)
-    try:
-        begun: list[int] = []
-        for block in range(2):
-            prefetch.ask(wanted(block, begun=begun))
-        prefetch.settle()
-        assert begun == [0]
-    finally:
-        prefetch.close()
-
-
 def test_oversized_blocks_warn_once(prefetch: Prefetcher) -> None:
     """Needed blocks are prepared in any case, with one warning that names the remedy."""
     prefetch.take(wanted(0, size=6 * MB))

@@ -1,38 +1,23 @@
-"""The start of a rank: its wait for the resume point, and the record of its recovery."""
+"""The start of a rank: the decision of rank 0, the resume point, and the record of the recovery."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import json
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from dlac_pipeline.lakehouse.errors import CatalogUnreachable
+from dlac_pipeline.checkpoint.collectives import RankTree
+from dlac_pipeline.checkpoint.restore.resume_point import ResumePoint, resume_point_of
+from dlac_pipeline.lakehouse.errors import CatalogUnreachable, SpecInvalid, TrainingFailed
 from dlac_pipeline.train import own_reports
 from dlac_pipeline.train.own_reports import OwnRecoveries
-from dlac_pipeline.train.startup import await_resume_point
+from dlac_pipeline.train.startup import decide_on_first
+from tests.memory_states import fresh_start
 from tests.resume_points import memory_point
 
 POINT = memory_point()
-
-
-@pytest.mark.parametrize("ready_after_s", [0.0, 0.3, 2.0, 600.0])
-def test_rank_polls_often_at_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ready_after_s: float) -> None:
-    """The rank is at most 0.02 s plus a twentieth of its wait late, and polls seldom in a long verification."""
-    pauses: list[float] = []
-
-    def pause(seconds: float) -> None:
-        pauses.append(seconds)
-        if sum(pauses) >= ready_after_s:
-            (tmp_path / "resume.json").write_text(POINT.to_json())
-
-    if not ready_after_s:
-        (tmp_path / "resume.json").write_text(POINT.to_json())
-    monkeypatch.setattr("dlac_pipeline.train.startup.time", SimpleNamespace(sleep=pause))
-    assert await_resume_point(tmp_path) == POINT
-    assert sum(pauses) - ready_after_s <= 0.02 + ready_after_s / 20
-    assert len(pauses) <= 10 * ready_after_s + 50
 
 
 def test_unrecorded_recovery_does_not_end_run(
@@ -50,3 +35,52 @@ def test_unrecorded_recovery_does_not_end_run(
     recoveries.begin(POINT, claimed_at=0.0)
     recoveries.fail()
     assert "no answer" in caplog.text
+
+
+class _Recorded(RankTree):
+    """The tree of one rank, which keeps what it sends."""
+
+    def __init__(self, rank: int, received: bytes = b"") -> None:
+        super().__init__(0, 1, None)
+        self.rank, self.received = rank, received
+        self.sent: list[dict[str, Any]] = []
+
+    def broadcast(self, payload: bytes | None) -> bytes:
+        if payload is not None and payload:
+            self.sent.append(json.loads(payload))
+        return self.received if payload is None else payload
+
+    def lowest(self, payload: bytes) -> bytes:
+        return payload
+
+
+def _decide(tree: RankTree, error: Exception | None = None) -> str:
+    def decide() -> str:
+        if error is not None:
+            raise error
+        return json.dumps({"attempt": 1})
+
+    return decide_on_first(cast(Any, SimpleNamespace(tree=tree, is_first_of_node=False)), cast(Any, None), decide)
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [(SpecInvalid("expected a, found b"), "expected a, found b"), (KeyError("host"), "KeyError: 'host'")],
+)
+def test_failed_decision_frees_all_ranks(error: Exception, message: str) -> None:
+    """Each error of rank 0 is raised there, and is sent to ranks that wait for the decision. They raise its text."""
+    first = _Recorded(0)
+    with pytest.raises(type(error)):
+        _decide(first, error)
+    assert first.sent == [{"error": message}]
+    with pytest.raises(TrainingFailed, match=message):
+        _decide(_Recorded(1, json.dumps(first.sent[0]).encode()))
+
+
+_POINTS = [fresh_start(), memory_point(sources=[("127.0.0.1", 7, [0, 2]), ("::1", 8, [1])])]
+
+
+@pytest.mark.parametrize("point", _POINTS, ids=lambda point: type(point).__name__)
+def test_json_of_point_is_exact(point: ResumePoint) -> None:
+    """Each value has its type again: an address is a key of a mapping."""
+    assert resume_point_of(json.loads(point.to_json())) == point

@@ -67,13 +67,6 @@ def wait_for_removals() -> None:
             thread.join()
 
 
-def test_failed_removal_blocks_no_other(store: Store) -> None:
-    """All other left-over folders of earlier attempts are removed."""
-    store.stuck = {0}
-    store.retention(4).sweep()
-    assert store.existing == [0]
-
-
 def test_uncommitted_states_of_groups_are_removed(store: Store) -> None:
     """A replica group of the same attempt that died before it committed has left a folder. One with a later state may live."""
     retention = store.retention(1)
@@ -113,22 +106,6 @@ def test_failed_removal_is_retried_and_logged_once(store: Store, caplog: pytest.
     assert store.tries == tries  # nothing is left, and left-over folders are listed once
 
 
-def test_many_failures_cost_commit_little(store: Store) -> None:
-    """A few failed removals are retried after each checkpoint, oldest first, and new removals do not wait for them."""
-    many = 3 * retentions.AGAIN_AT_ONCE
-    retention = store.retention(many)
-    store.stuck = set(range(many))
-    retention.sweep()
-    assert store.tries == many
-    retention.committed(store.row(many), [])
-    wait_for_removals()
-    assert store.tries == many + retentions.AGAIN_AT_ONCE
-    store.stuck = set()
-    retention.committed(store.row(many + 1), [str(many)])
-    wait_for_removals()
-    assert store.existing == [*range(retentions.AGAIN_AT_ONCE), *range(2 * retentions.AGAIN_AT_ONCE, many), many + 1]
-
-
 def test_unlistable_store_is_swept_later(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Left-over folders are looked for until a listing succeeds."""
     retention = store.retention(2)
@@ -140,20 +117,6 @@ def test_unlistable_store_is_swept_later(store: Store, monkeypatch: pytest.Monke
     retention.committed(store.row(3), [])
     wait_for_removals()
     assert store.existing == [2, 3]
-
-
-def test_failing_takes_no_commit_long(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If each failure is slow, as with an unavailable store, the rest waits for the next checkpoint."""
-    monkeypatch.setattr(retentions, "FAILING_S", 0.0)
-    retention = store.retention(2)
-    store.stuck = {0, 1}
-    retention.sweep()
-    assert store.tries == 0
-    monkeypatch.setattr(retentions, "FAILING_S", 10.0)
-    store.stuck = {0}
-    retention.committed(store.row(2), [])
-    wait_for_removals()
-    assert store.existing == [0, 2]
 
 
 def _refuse(*_: object) -> list[str]:

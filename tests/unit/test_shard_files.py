@@ -11,15 +11,8 @@ import safetensors.torch
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.state_dict import get_state_dict
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from dlac_pipeline import DistributedState
-from dlac_pipeline.checkpoint.engines.shards import PlainSavePlanner, ShardWriter
 from dlac_pipeline.checkpoint.stage.copies import Copies, CopyMemory, Direct, Writer
 from dlac_pipeline.checkpoint.stage.streamed_file import DTYPES, TensorFile, write_state
 from dlac_pipeline.extensions.deepspeed.deepspeed_state import moments_in
@@ -142,66 +135,6 @@ class Tied(nn.Module):
         self.embedding = self.head = nn.Linear(3, 3)
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_torch_loads_tied_model_and_optimizer(tmp_path: Path) -> None:
-    """As docs/checkpoints.md describes: strictly, the model by its first names, and the optimizer without its settings."""
-    models = [Tied(), Tied()]
-    optimizers = [torch.optim.AdamW(each.parameters(), lr=lr) for each, lr in zip(models, (0.1, 0.2), strict=True)]
-    for model, optimizer in zip(models, optimizers, strict=True):
-        model.head(torch.rand(2, 3)).sum().backward()
-        optimizer.step()
-    DistributedState(model=models[0], optimizer=optimizers[0]).save(tmp_path, Direct().write)
-    reader = HuggingFaceStorageReader(str(tmp_path))
-    weights: Any
-    state: Any
-    weights, states = get_state_dict(models[1], optimizers[1])
-    once = {tensor.data_ptr(): name for name, tensor in reversed(weights.items())}
-    state = {"model": {name: weights[name] for name in once.values()}, "optimizer": {"state": states["state"]}}
-    load(state, storage_reader=reader, no_dist=True)
-    assert state_bytes(models[1]) == state_bytes(models[0])
-    assert str(states["state"]) == str(get_state_dict(models[0], optimizers[0])[1]["state"])
-    assert optimizers[1].param_groups[0]["lr"] == 0.2
-
-
-class Halves(torch.Tensor):
-    """A tensor of two rows that one rank saves as two parts."""
-
-    def __create_write_items__(self, fqn: str, value: Any) -> list[WriteItem]:
-        """Return an item for each row."""
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, [row, 0]),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk=ChunkStorageMetadata(torch.Size([row, 0]), torch.Size([1, 3])),
-                    properties=TensorProperties(dtype=torch.float32),
-                    size=torch.Size([2, 3]),
-                ),
-            )
-            for row in (0, 1)
-        ]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        """Return a row."""
-        assert index.offset is not None
-        return self.as_subclass(torch.Tensor)[index.offset[0] : index.offset[0] + 1]
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_two_parts_of_rank_are_put_together(tmp_path: Path) -> None:
-    """The second part is in the second file, as a safetensors file has each name once."""
-    whole = torch.arange(6.0).reshape(2, 3)
-    writer = ShardWriter(tmp_path, Direct().write)
-    save(
-        {"model": {"w": whole.clone().as_subclass(Halves)}},
-        storage_writer=writer,
-        planner=PlainSavePlanner(),
-        no_dist=True,
-    )
-    assert (tmp_path / "shards-00000.pt").exists()
-    assert torch.equal(weights_of("dcp", tmp_path)["w"], whole)
-
-
 def test_shared_memory_is_stored_once(tmp_path: Path) -> None:
     """A tied or expanded tensor, and one with two overlapping views, takes the bytes that it has in memory."""
     model = Tied()
@@ -222,21 +155,6 @@ def test_truncated_tensors_are_refused(tmp_path: Path, length: int) -> None:
         stream.truncate(length)
     with pytest.raises(CheckpointError, match=str(tmp_path)):
         DistributedState(model=nn.Linear(3, 1)).load(tmp_path, saved_world_size=1)
-
-
-def test_equal_tensors_make_equal_files(tmp_path: Path) -> None:
-    """The order of the dict does not matter, and the digest equals the file's."""
-    tensors = {
-        "half": torch.ones(3, dtype=torch.float16),
-        "byte": torch.ones(1, dtype=torch.uint8),
-        "whole": torch.ones(2),
-    }
-    first = write_state(TensorFile(tensors, {"format": "pt"}), tmp_path / "a.safetensors")
-    second = write_state(TensorFile(dict(reversed(tensors.items())), {"format": "pt"}), tmp_path / "b.safetensors")
-    assert first.digest == second.digest
-    assert first.bytes == (tmp_path / "a.safetensors").stat().st_size
-    found = load_file(tmp_path / "b.safetensors")
-    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
 
 
 def test_file_equals_that_of_the_library(tmp_path: Path) -> None:

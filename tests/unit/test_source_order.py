@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlac_pipeline.plan.cut import CutSettings, PassCut, deal
+from dlac_pipeline.plan.cut import CutSettings, PassCut
 from dlac_pipeline.plan.source_order import Cursor, OpenCut, RowRange, SourceOrder, SourceStart
 from dlac_pipeline.plan.units import UnitTable
 from tests.legs import units_of
@@ -349,15 +349,18 @@ def test_key_groups_stay_level(
 
 
 @EXAMPLES
-@given(st.integers(0, 500), st.lists(st.integers(0, 60), min_size=1, max_size=8))
-def test_uneven_groups_are_levelled(rows: int, dealt: list[int]) -> None:
-    """Groups that were dealt less get more. A group that gets rows ends at most one row above any other."""
-    before = np.array(dealt, dtype=np.int64)
-    given_now = deal(rows, before)
-    assert given_now.min() >= 0
-    assert given_now.sum() == rows
-    after = before + given_now
-    assert not (given_now > 0).any() or after[given_now > 0].max() - after.min() <= 1
+@given(unit_tables(), cut_settings())
+def test_slices_tile_units_with_dead_rows(units: UnitTable, settings: CutSettings) -> None:
+    """The slices of a unit have no gap or overlap, and a slice inside it begins with a live row."""
+    cut, live = SourceOrder(fresh([("p", 1)], settings), {"p": units}, settings).cut_of(0), live_in(units)
+    ends: dict[int, int] = {}
+    for group in range(settings.key_groups):
+        slices = cut.slices(group)
+        for unit, first, rows in zip(slices.unit.tolist(), slices.first.tolist(), slices.rows.tolist(), strict=True):
+            assert first == ends.get(unit, 0)
+            assert first == 0 or (unit, first) in live
+            ends[unit] = first + rows
+    assert ends == {unit: units.rows[unit] for unit, _ in live}
 
 
 @EXAMPLES

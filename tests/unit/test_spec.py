@@ -29,20 +29,14 @@ def with_values(section: str, **values: Any) -> dict[str, Any]:
     ("raw", "message"),
     [
         ({**GOOD, "run": "../up"}, r"run: .*'\.\./up'"),
-        ({**GOOD, "run": ""}, r"run: .*found ''"),
         ({**GOOD, "hue": "red"}, r"hue: unknown field, expected one of \['run', .*'red'"),
         (
             with_values("order", batchsize=1),
             r"order\.batchsize: unknown field, did you mean 'batch_size'\? \(found 1\)",
         ),
-        ({**GOOD, "lunch": {"a": 1}}, r"lunch: unknown field, did you mean 'launch'\? \(found dict\)"),
-        (with_values("source", table="t"), r"source\.table: expected namespace\.table, found 't'"),
-        (with_values("source", table=".t"), r"source\.table: expected namespace\.table, found '\.t'"),
         (with_values("source", table="a..t"), r"source\.table: expected namespace\.table, found 'a\.\.t'"),
         (with_values("launch", deadline_s=0), r"launch\.deadline_s: .*greater than 0 \(found 0\)"),
         (with_values("order", batch_size=30), r"order: .*batch_size 30 is not a multiple of key_groups 8"),
-        (with_values("order", batch_size=0), r"order\.batch_size: .*found 0"),
-        (with_values("order", seed=-1), r"order\.seed: .*found -1"),
         (with_values("launch", world_size=3), r"batch_size 32 is not a multiple of world_size 3"),
         (
             with_values("launch", world_size=6, env={READER_VARIABLE: "4"}),
@@ -54,15 +48,10 @@ def with_values(section: str, **values: Any) -> dict[str, Any]:
         ),
         (with_values("source", columns=[]), r"source\.columns: .*\[\]"),
         (with_values("source", columns=["x", "x"]), r"source\.columns: .*\['x', 'x'\]"),
-        (with_values("checkpoint", every_steps="often"), r"checkpoint\.every_steps: .*'often'"),
-        (with_values("checkpoint", every_steps=0), r"checkpoint\.every_steps: .*found 0"),
         (with_values("launch", termination_url="metadata/gone"), r"launch\.termination_url: .*'metadata/gone'"),
-        (with_values("lakehouse", type="in-memory"), r"lakehouse\.type: .*'in-memory'"),
         (with_values("source", version="b", follow="appends"), r"source: expected a source that follows .*'b'"),
         (with_values("source", version=1.5), r"source\.version: expected a name, or a number from .*, found 1\.5"),
-        (with_values("source", version=2**63), r"source\.version: expected a name, or a number .*, found 9223372036"),
         (with_values("source", format="delta", version="b"), r"source: expected the number of a version .*, found 'b'"),
-        (with_values("source", format="hudi", version=-1), r"source: expected the number of a version .*, found -1"),
         (
             with_values("sequences", end_token=True),
             r"sequences\.end_token: expected a name, or a number .*, found True",
@@ -85,28 +74,7 @@ def test_wrong_value_is_named(raw: dict[str, Any], message: str) -> None:
     assert str(caught.value).startswith("'job.toml' is not a valid job spec:")
 
 
-@pytest.mark.parametrize(
-    ("section", "setting"),
-    [
-        ("source", "snapshot_id"),
-        ("source", "ref"),
-        ("source", "catalog"),
-        ("sequences", "end_id"),
-        ("checkpoint", "interval"),
-        ("checkpoint", "keep_steps"),
-        ("launch", "grace_s"),
-        ("launch", "start_timeout_s"),
-        ("launch", "log_mb"),
-        ("cluster", "mounts"),
-    ],
-)
-def test_removed_setting_is_unknown(section: str, setting: str) -> None:
-    """A setting that became the program's choice is refused as each unknown field."""
-    with pytest.raises(SpecInvalid, match=rf"{section}\.{setting}: unknown field"):
-        parse_spec(with_values(section, **{setting: 1}), origin="it")
-
-
-@pytest.mark.parametrize("blank", ["", " ", "\t\n"])
+@pytest.mark.parametrize("blank", ["", "\t\n"])
 @pytest.mark.parametrize("where", ["source", "mixture"])
 @pytest.mark.parametrize("setting", ["row_filter", "exclude"])
 def test_blank_filters_are_refused(setting: str, where: str, blank: str) -> None:
@@ -119,16 +87,6 @@ def test_blank_filters_are_refused(setting: str, where: str, blank: str) -> None
     spec = parse_spec(GOOD, origin="it")
     assert parse_spec(spec.model_dump(), origin="it") == spec
     assert spec.source.planned_filter == ""
-
-
-def test_message_hides_sections_and_parser() -> None:
-    """The error of a missing field does not repeat its section. A validator's message is not changed."""
-    with pytest.raises(SpecInvalid) as caught:
-        parse_spec({**with_values("order", batch_size=30), "source": {"columns": ["x", "x"]}}, origin="'job.toml'")
-    message = str(caught.value)
-    assert "source.table: Field required\n" in message
-    assert "Value error" not in message
-    assert "{" not in message
 
 
 def test_every_field_is_described() -> None:
@@ -160,36 +118,10 @@ def test_seconds_replace_steps(values: dict[str, Any], steps: int | None) -> Non
 
 
 @pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        (
-            "job.toml",
-            'run = "r1"\n[source]\ntable = "src.t"\ncolumns = ["x"]\n[order]\nbatch_size = 32\n[launch]\nscript = "train.py"\n',
-        ),
-        (
-            "job.yaml",
-            "run: r1\nsource: {table: src.t, columns: [x]}\norder: {batch_size: 32}\nlaunch: {script: train.py}\n",
-        ),
-    ],
-)
-def test_toml_and_yaml_are_equal(tmp_path: Path, name: str, text: str) -> None:
-    """Both formats give the same spec, with the script's path made absolute from the spec's folder."""
-    (tmp_path / name).write_text(text)
-    spec = read_spec(tmp_path / name)
-    assert spec.launch.script == str(tmp_path.resolve() / "train.py")
-    assert spec.model_dump(exclude={"launch"}) == parse_spec(
-        {**GOOD, "order": {"batch_size": 32}}, origin="here"
-    ).model_dump(exclude={"launch"})
-
-
-@pytest.mark.parametrize(
     ("name", "text", "message"),
     [
         ("job.ini", "", r"expected a \.toml, \.yaml or \.yml file"),
         ("job.toml", "run = ", r"cannot read the job spec"),
-        ("job.yaml", "a: [", r"cannot read the job spec"),
-        ("job.toml", f"run = {'1' * 5000}", r"cannot read the job spec"),
-        ("job.yaml", f"run: {'1' * 5000}", r"cannot read the job spec"),
         ("job.yaml", "- a\n- b\n", r"expected a table of settings .* found list"),
     ],
 )
@@ -198,12 +130,6 @@ def test_unreadable_file_is_clear_error(tmp_path: Path, name: str, text: str, me
     (tmp_path / name).write_text(text)
     with pytest.raises(SpecInvalid, match=message):
         read_spec(tmp_path / name)
-
-
-def test_missing_file_is_clear_error(tmp_path: Path) -> None:
-    """A missing path is refused by name."""
-    with pytest.raises(SpecInvalid, match=r"cannot read .*nowhere\.toml"):
-        read_spec(tmp_path / "nowhere.toml")
 
 
 def test_home_fills_only_empty_settings(tmp_path: Path) -> None:
@@ -222,25 +148,20 @@ def test_readers_divide_the_batch() -> None:
     assert parse_spec(raw, origin="the test").launch.processes_per_reader == 2
 
 
-@pytest.mark.parametrize(
-    ("world_size", "message"),
-    [
+def test_misfit_ranks_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More ranks by torchrun than can share a batch are reported like any other wrong value of the job spec."""
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump({**GOOD, "launch": {"script": "train.py"}}))
+    for world_size, message in (
         ("3", "spec: batch_size 32 is not a multiple of world_size 3: every rank works on the same number of samples"),
         (
             "two",
             "launch.world_size: Input should be a valid integer, unable to parse string as an integer (found 'two')",
         ),
-    ],
-)
-def test_misfit_ranks_are_refused_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: str, message: str
-) -> None:
-    """More ranks by torchrun than can share a batch are reported like any other wrong value of the job spec."""
-    (tmp_path / "job.yaml").write_text(yaml.safe_dump({**GOOD, "launch": {"script": "train.py"}}))
-    monkeypatch.setenv("WORLD_SIZE", world_size)
-    with pytest.raises(SpecInvalid) as caught, training_run(tmp_path / "job.yaml"):
-        pass
-    assert str(caught.value) == f"the job spec under WORLD_SIZE={world_size} is not a valid job spec:\n  {message}"
+    ):
+        monkeypatch.setenv("WORLD_SIZE", world_size)
+        with pytest.raises(SpecInvalid) as caught, training_run(tmp_path / "job.yaml"):
+            pass
+        assert str(caught.value) == f"the job spec under WORLD_SIZE={world_size} is not a valid job spec:\n  {message}"
 
 
 @pytest.mark.parametrize("raw", [None, 3, [], "x", {}, {"source": 1, "mixture": 3}])

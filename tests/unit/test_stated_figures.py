@@ -8,12 +8,10 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 from benchmarks.paper import figures_of
 from benchmarks.paper_parts.page import write_docs
 from benchmarks.paper_parts.programs import PROGRAMS
-from benchmarks.results.page import PAGE, Result, page
+from benchmarks.results.page import PAGE, page
 from benchmarks.results.record import MEASURED
 from benchmarks.soak_faults.page import faults_of, page_of
 
@@ -89,20 +87,6 @@ def test_settings_are_those_of_the_pages() -> None:
     assert left == {name: [] for name in settings}
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("It takes 0.68 s.", [("0.68", "s")]),
-        ("up to 1,024 MiB, 12 % of 3 hours", [("1,024", "MiB"), ("12", "%"), ("3", "hours")]),
-        ("`7 s` and\n    a line of 9 s\nand s3 and 5 ranks", []),
-        ("2-4 s, 20 seconds and a day", [("4", "s"), ("20", "seconds")]),
-    ],
-)
-def test_numbers_with_units_are_found(text: str, expected: list[tuple[str, str]]) -> None:
-    """Numbers in code, in names and without a unit are no figures."""
-    assert [*_find_numbers(text)] == expected
-
-
 def test_page_of_figures_is_made_of_results() -> None:
     """Run `make docs` after a result or a section has changed."""
     assert PAGE.read_text() == page()
@@ -115,12 +99,6 @@ def test_sections_state_no_measured_value_themselves() -> None:
     for section in sections:
         text = re.sub(r"\{[{%].*?[%}]\}", "", section.read_text(), flags=re.DOTALL)
         assert not re.findall(r"(?<![\w.])\d+\.\d+ (?:s|ms|%)", text), section.name
-
-
-def test_result_that_was_not_kept_is_named() -> None:
-    """A new section needs the result of its program first."""
-    with pytest.raises(FileNotFoundError, match="record --name nothing"):
-        Result("nothing")
 
 
 def test_paper_proves_exact_resumes() -> None:
@@ -141,20 +119,6 @@ def test_paper_proves_exact_resumes() -> None:
     assert {name.partition("_")[0] for name in identical} == {"stream", "passes", "fixed"}
     assert set(identical.values()) == {5}
     assert [name for name in PROGRAMS if "figures" not in found.get(name, {})] == []
-
-
-def test_unknown_figures_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """An error names what the result has, or how to measure it."""
-    (tmp_path / "one.json").write_text(
-        json.dumps({"figures": {"median_s": {"value": 0.0123, "unit": "s", "bar": "<= 1", "holds": True}}})
-    )
-    monkeypatch.setattr("benchmarks.results.page.MEASURED", tmp_path)
-    one = Result("one")
-    assert (one("median_s"), one.number("median_s"), one.bar("median_s")) == ("12.3 ms", "0.0123", "<= 1: holds")
-    with pytest.raises(KeyError, match="expected a figure of one, found 'mean_s'; it has median_s"):
-        one("mean_s")
-    with pytest.raises(FileNotFoundError, match="record --name two"):
-        Result("two")
 
 
 def test_paper_is_made_of_its_result(tmp_path: Path) -> None:

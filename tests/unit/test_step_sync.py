@@ -1,10 +1,11 @@
-"""Notices, requests and losses reach every rank at the same step, however fast the steps are."""
+"""Messages between ranks: notices, requests and losses reach every rank at the same step, over a tree."""
 
 from __future__ import annotations
 
 import pytest
 import torch.distributed as dist
 
+from dlac_pipeline.checkpoint.collectives import RankTree
 from dlac_pipeline.checkpoint.step_sync import MAX_STEPS, RankReport, StepSync, StepSyncs
 from dlac_pipeline.lakehouse.errors import CursorMismatch
 
@@ -48,15 +49,6 @@ def test_rank_0_request_is_in_its_step() -> None:
     assert syncs.flush() == [StepSync(step=2, losses=[0.5])]
 
 
-def test_message_arrives_one_step_later() -> None:
-    """The message of the first step arrives with the second step. A flush sends all that is left."""
-    syncs = StepSyncs(1, None)
-    assert syncs.step_done(1, loss=0.5, report=QUIET) is None
-    assert syncs.step_done(2, loss=0.25, report=QUIET) == StepSync(step=1, losses=[0.5])
-    assert syncs.flush() == [StepSync(step=2, losses=[0.25])]
-    assert syncs.flush() == []
-
-
 def test_different_steps_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that skipped a batch would train on other rows than the ledger records, so it is an error."""
 
@@ -68,3 +60,18 @@ def test_different_steps_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     syncs.step_done(5, loss=0.0, report=QUIET)
     with pytest.raises(CursorMismatch, match="expected all 2 ranks at step 5"):
         syncs.flush()
+
+
+@pytest.mark.parametrize("world_size", range(1, 65))
+def test_tree_reaches_every_rank_once(world_size: int) -> None:
+    """Every rank but the root is a child of exactly the rank that it names as parent, at most log2(n) levels down."""
+    trees = [RankTree(rank, world_size, None) for rank in range(world_size)]
+    parents = {child: tree.rank for tree in trees for child in tree.children}
+    assert sum(len(tree.children) for tree in trees) == world_size - 1
+    assert parents == {rank: trees[rank].parent for rank in range(1, world_size)}
+    for rank in range(world_size):
+        depth, at = 0, rank
+        while at:
+            at, depth = parents[at], depth + 1
+        assert depth <= (world_size - 1).bit_length()
+        assert len(trees[rank].children) <= (world_size - 1).bit_length()

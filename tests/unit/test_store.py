@@ -68,13 +68,6 @@ def test_only_run_folder_content_is_made(tmp_path: Path, gone: str) -> None:
     assert list((tmp_path / gone).iterdir()) == []
 
 
-def test_manifest_needs_run_folder(tmp_path: Path) -> None:
-    """Small files are not written without it."""
-    with pytest.raises(StoreUnavailable, match="no folder"):
-        StoreFiles(deadline_s=0.0).write(str(tmp_path / "r/a/s/manifest.json"), b"{}", within=str(tmp_path / "r"))
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_deepspeed_needs_checkpoint_folder(tmp_path: Path) -> None:
     """DeepSpeed makes folders itself. In a missing checkpoint folder it makes none, and records a failure."""
     pytest.importorskip("deepspeed")

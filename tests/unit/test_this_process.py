@@ -60,6 +60,15 @@ def test_consecutive_processes_share_a_coordinate(monkeypatch: pytest.MonkeyPatc
             this_process()
 
 
+def test_slot_names_its_rank() -> None:
+    """Each slot has one rank, the one whose slots have it, where the number of ranks divides the batch and where not."""
+    for batch_size in range(1, 33):
+        for ranks in range(1, batch_size + 1):
+            shares = [DataCoordinate(place, ranks).slots(batch_size) for place in range(ranks)]
+            named = [reader_of(slot, ranks, batch_size) for slot in range(batch_size)]
+            assert named == [place for place, slots in enumerate(shares) for _ in slots]
+
+
 def test_other_texts_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """A variable that is no number is named."""
     monkeypatch.setenv("LOCAL_RANK", "first")

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -13,13 +12,13 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
-from tokenizers import models, pre_tokenizers, processors
+from tokenizers import processors
 
 from dlac_pipeline.lakehouse.errors import TokenizerUnreadable
 from dlac_pipeline.read.documents import Encoding, documents_of
 from dlac_pipeline.rows import tokenizing
 from dlac_pipeline.rows.tokenizing import Tokenizer, load_tokenizer
-from dlac_pipeline.rows.transform import RowRejected, Transform
+from dlac_pipeline.rows.transform import RowRejected
 from examples.corpus.tokenizer import END_OF_DOCUMENT, save_tokenizer, tokenizer_digest, train_tokenizer
 
 TEXTS = ["to be or not to be", "", "what is it", f"{END_OF_DOCUMENT} spelled out", "é ü 🙂"]
@@ -59,18 +58,14 @@ def test_texts_are_encoded_one_by_one(path: Path, texts: list[str], skip: int, l
         assert values[offsets[index] : offsets[index + 1]].tolist() == reference(path, text)
 
 
-def test_file_is_bound_by_bytes(path: Path) -> None:
-    """The digest equals the file's, and the property of a tokenized table."""
-    tokenizer = load_tokenizer(path)
-    assert tokenizer.digest == blake3(path.read_bytes()).hexdigest()
-    assert tokenizer.digest == tokenizer_digest(Backend.from_file(str(path)))
-
-
 def test_special_token_text_stays_text(path: Path) -> None:
-    """No document can contain the end token."""
+    """No document can contain the end token. A missing token is named. The digest equals the file's."""
     tokenizer = load_tokenizer(path)
     end = tokenizer.token_id(END_OF_DOCUMENT)
     assert end not in tokenizer.encode(pa.array([TEXTS[3]]))[0]
+    assert tokenizer.digest == blake3(path.read_bytes()).hexdigest() == tokenizer_digest(Backend.from_file(str(path)))
+    with pytest.raises(TokenizerUnreadable, match="expected a token '<bos>'"):
+        tokenizer.token_id("<bos>")
 
 
 def test_no_token_is_lost_or_added(tmp_path: Path, path: Path) -> None:
@@ -86,30 +81,11 @@ def test_no_token_is_lost_or_added(tmp_path: Path, path: Path) -> None:
     assert offsets.tolist() == [0, len(values)]
 
 
-def test_library_threads_stay_off(path: Path) -> None:
-    """The library's own threads stay off, unless the user enables them."""
-    load_tokenizer(path)
-    assert os.environ["TOKENIZERS_PARALLELISM"] == "false"
-
-
-def test_missing_token_is_named(path: Path) -> None:
-    """Asking for a token that the tokenizer lacks is an error."""
-    with pytest.raises(TokenizerUnreadable, match="expected a token '<bos>'"):
-        load_tokenizer(path).token_id("<bos>")
-
-
 def test_other_json_file_is_refused(tmp_path: Path) -> None:
     """Another JSON file is an error that names it."""
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(TokenizerUnreadable, match=r"other\.json"):
         load_tokenizer(tmp_path / "other.json")
-
-
-def test_missing_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name that is no file needs transformers, and the error names it."""
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(TokenizerUnreadable, match="install transformers"):
-        load_tokenizer("gpt2")
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, wrapped: Any) -> None:
@@ -136,12 +112,15 @@ def test_fast_tokenizer_is_used(monkeypatch: pytest.MonkeyPatch, path: Path) -> 
     assert tokenizer.digest == load_tokenizer("some/model").digest
 
 
-@pytest.mark.parametrize(("wrapped", "found"), [(SimpleNamespace(), "SimpleNamespace"), (None, "not a local folder")])
-def test_missing_fast_tokenizer_is_error(monkeypatch: pytest.MonkeyPatch, wrapped: Any, found: str) -> None:
-    """A slow tokenizer and a missing name are errors."""
-    pretend(monkeypatch, wrapped)
-    with pytest.raises(TokenizerUnreadable, match=found):
-        load_tokenizer("some/model")
+def test_missing_fast_tokenizer_is_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow tokenizer, a missing name, and a missing library are errors."""
+    for wrapped, found in ((SimpleNamespace(), "SimpleNamespace"), (None, "not a local folder")):
+        pretend(monkeypatch, wrapped)
+        with pytest.raises(TokenizerUnreadable, match=found):
+            load_tokenizer("some/model")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(TokenizerUnreadable, match="install transformers"):
+        load_tokenizer("gpt2")
 
 
 def test_texts_become_documents(path: Path) -> None:
@@ -154,13 +133,6 @@ def test_texts_become_documents(path: Path) -> None:
     assert documents.rows.filtered.tolist() == [2]
     assert documents.rows.positions.tolist() == [0, 4, 6, 8]
     assert documents.rows.ends.tolist() == documents.ends.tolist() == np.cumsum([len(t) for t in expected]).tolist()
-
-
-def test_token_column_is_not_tokenized(path: Path) -> None:
-    """Lists are tokens already, with any tokenizer."""
-    live = pa.table({"t": [[400, 2], [3]]})
-    documents = documents_of(live, np.arange(2), column="t", encoding=Encoding(tokenizer=load_tokenizer(path)))
-    assert documents.values.tolist() == [400, 2, 3]
 
 
 def test_invalid_text_is_rejected_row(path: Path) -> None:
@@ -177,30 +149,7 @@ def test_invalid_text_is_rejected_row(path: Path) -> None:
     assert documents.rows.positions.tolist() == [1, 8]
 
 
-def test_rejected_rows_are_named_in_order(path: Path) -> None:
-    """The two lists are merged by position."""
-
-    def no_cd(batch: pa.RecordBatch) -> pa.RecordBatch:
-        if batch["keep"].to_pylist() != [True] * len(batch):
-            raise ValueError("not kept")
-        return batch
-
-    live = pa.table({"text": NOT_UTF8, "keep": [True, True, False]})
-    documents = documents_of(
-        live,
-        np.array([1, 5, 8]),
-        column="text",
-        transform=Transform("tests:no_cd", "digest", no_cd),
-        encoding=Encoding(tokenizer=load_tokenizer(path)),
-        reject="quarantine",
-    )
-    assert [(at, reason.split(":")[0]) for at, reason in documents.rows.quarantined] == [
-        (5, "UnicodeDecodeError"),
-        (8, "ValueError"),
-    ]
-
-
-def test_failing_tokenizer_is_no_bad_row() -> None:
+def test_failing_tokenizer_is_no_bad_row(path: Path) -> None:
     """An error that no single text raises is passed on."""
 
     class Fails(Tokenizer):
@@ -209,12 +158,6 @@ def test_failing_tokenizer_is_no_bad_row() -> None:
                 raise RuntimeError("together")
             return super().encode(texts)
 
-    words = Backend(models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    encoding = Encoding(tokenizer=Fails(Backend.from_file(str(path)), name="w", digest="d"))
     with pytest.raises(RuntimeError, match="together"):
-        documents_of(
-            pa.table({"t": ["a", "b"]}),
-            np.arange(2),
-            column="t",
-            encoding=Encoding(tokenizer=Fails(words, name="w", digest="d")),
-        )
+        documents_of(pa.table({"t": ["a", "b"]}), np.arange(2), column="t", encoding=encoding)

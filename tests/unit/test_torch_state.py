@@ -1,15 +1,21 @@
-"""A replicated state is loaded from a mapped file, which another program may write afterwards."""
+"""The choice of the adapter of a state. A replicated one is loaded from a mapped file, which may be written afterwards."""
 
 from __future__ import annotations
 
+import random
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from dlac_pipeline.checkpoint.engines import TorchState
+from dlac_pipeline.checkpoint.engines import TorchState, adapt
+from dlac_pipeline.checkpoint.engines.distributed_state import DistributedState
+from dlac_pipeline.checkpoint.rng import load_rng, save_rng, seed_rng
+from dlac_pipeline.checkpoint.stage.copies import Direct
+from dlac_pipeline.lakehouse.errors import SpecInvalid
 
 
 class _Keeps:
@@ -74,3 +80,45 @@ def test_no_part_keeps_the_file(tmp_path: Path, swaps: bool) -> None:
         expected, found = _tensors(part.state_dict()), _tensors(loaded[name].state_dict())
         assert len(expected) == len(found) > 0
         assert all(map(torch.equal, expected, found)), name
+
+
+def draw() -> list[float]:
+    """Draw the next number of each generator."""
+    return [random.random(), float(np.random.random()), float(torch.rand(()))]
+
+
+def test_generators_resume_where_saved(tmp_path: Path) -> None:
+    """Each generator resumes, whatever was drawn between the save and the restore."""
+    seed_rng(1, 2, 3)
+    save_rng(tmp_path, 0, Direct().write)
+    expected = draw()
+    assert draw() != expected
+    load_rng(tmp_path, 0)
+    assert draw() == expected
+
+
+def parts() -> dict[str, object]:
+    """Return a model and its optimizer."""
+    model = torch.nn.Linear(2, 2)
+    return {"model": model, "optimizer": torch.optim.SGD(model.parameters())}
+
+
+def test_adapter_must_match_spec() -> None:
+    """The adapter's name equals the spec's, or the spec has "auto"."""
+    mine = TorchState(**parts())
+    assert adapt(mine) is adapt(mine, "torch") is mine
+    with pytest.raises(SpecInvalid, match=r"checkpoint\.engine = 'deepspeed', found that the script restores 'torch'"):
+        adapt(mine, "deepspeed")
+
+
+def test_invalid_engine_is_refused() -> None:
+    """An empty call, parts for DeepSpeed, and an engine together with parts are refused."""
+    for engine, name, given in ((None, "auto", {}), (None, "deepspeed", parts()), (TorchState(), "auto", parts())):
+        with pytest.raises(SpecInvalid, match=r"run\.restore"):
+            adapt(engine, name, **given)
+
+
+@pytest.mark.parametrize(("engine", "kind"), [("auto", TorchState), ("torch", TorchState), ("dcp", DistributedState)])
+def test_spec_chooses_adapter(engine: str, kind: type) -> None:
+    """An unsharded model is replicated, unless the spec names DCP."""
+    assert isinstance(adapt(None, engine, **parts()), kind)

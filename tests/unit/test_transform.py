@@ -158,7 +158,6 @@ def centred(batch: pa.RecordBatch) -> pa.RecordBatch:
         (lambda batch: batch.slice(1).drop_columns([ROW]), "return 4 rows for 4, or their 'dlac_row', found 3 rows"),
         (lambda batch: None, "pyarrow.RecordBatch, found <class 'NoneType'>"),
         (lambda batch: batch.take(pa.array([1, 0])), r"non-decreasing order within 0..3, found \[1, 0\]"),
-        (lambda batch: batch.set_column(1, ROW, pa.array([0, 1, 2, 4])), "non-decreasing"),
         (lambda batch: batch.set_column(1, ROW, pa.array([0.0] * 4)), "as integers, found double"),
         (lambda batch: batch.set_column(1, ROW, pa.array([0, 1, None, 2])), "1 nulls"),
     ],
@@ -185,14 +184,9 @@ def test_batch_dependent_columns_are_error() -> None:
 
 
 def test_nan_equals_itself_in_check() -> None:
-    """A NaN is no evidence that a function depends on its batch."""
-    done = run(lambda batch: batch, numbers([math.nan, 1.0]), check=True)
+    """A NaN is no evidence that a function depends on its batch. A function may return a table."""
+    done = run(lambda batch: pa.Table.from_batches([batch]), numbers([math.nan, 1.0]), check=True)
     assert math.isnan(done.table["x"][0].as_py())
-
-
-def test_table_may_be_returned() -> None:
-    """A function may return a table instead of a batch."""
-    assert run(lambda batch: pa.Table.from_batches([batch]), numbers([3])).table["x"].to_pylist() == [3]
 
 
 def test_no_rows_no_call() -> None:
@@ -216,15 +210,11 @@ def returned(column: pa.Array) -> Any:
 @pytest.mark.parametrize(
     ("column", "dtype"),
     [
-        (_VECTORS, np.int16),
         (_VECTORS.slice(1, 2), np.int16),
-        (_PLANES, np.float32),
         (_PLANES.slice(2), np.float32),
         (pa.array([[[1], [2]], [[3], [4]]], pa.list_(pa.large_list(pa.uint8()))).slice(1), np.uint8),
         (pa.array([[True, False], [False, True]], pa.list_(pa.bool_(), 2)).slice(1), np.bool_),
-        (pa.array([[], []], pa.list_(pa.int32(), 0)), np.int32),
         (pa.array([[[], []], [[], []]], pa.list_(pa.list_(pa.int32()))), np.int32),
-        (pa.array([0.5, 1.5], pa.float16()), np.float16),
         (pa.array([[b"ab"], [b"cd"]], pa.list_(pa.binary(2), 1)).slice(1), np.uint8),
         (pa.array([7, 8]).dictionary_encode(), np.int64),
     ],
@@ -246,22 +236,11 @@ def test_nested_shape_is_kept_without_rows() -> None:
         assemble(kind, [(other, np.arange(1), np.arange(1))], 4)
 
 
-def test_times_become_integers() -> None:
-    """A transform's dates and times are int64 in their unit, as columns of tables are."""
-    assert returned(pa.array([[5], [6]], pa.list_(pa.timestamp("us"), 1))).tolist() == [[5], [6]]
-    assert returned(pa.array([3, 4], pa.date32())).dtype == np.int64
-
-
 @pytest.mark.parametrize(
     ("column", "message"),
     [
-        (pa.array(["a", "b"]), "values of type string"),
-        (pa.array([["a"], ["b"]]), "values of type string"),
         (pa.array([{"a": 1}] * 2), "values of type struct"),
-        (pa.array([1, 2], pa.decimal128(5, 2)), "values of type decimal128"),
         (pa.array([1, None]), "1 nulls in it"),
-        (pa.array([[1, 2], None], pa.list_(pa.int32(), 2)), "1 nulls in it"),
-        (pa.array([[1, None], [3, 4]], pa.list_(pa.int32(), 2)), "1 nulls in it"),
         (pa.array([[[1, 2]], [None]], pa.list_(pa.list_(pa.int32(), 2), 1)), "1 nulls in it"),
         (pa.array([[1], [2, 3]]), "lists of 1 to 2 items"),
         (pa.nulls(2), "2 nulls in it"),
@@ -314,9 +293,7 @@ def test_transform_makes_documents() -> None:
     [
         pa.list_(pa.int8()),
         pa.large_list(pa.int64()),
-        pa.list_(pa.uint32()),
         pa.list_(pa.int32(), 2),
-        pa.list_(pa.uint16()),
     ],
 )
 @pytest.mark.parametrize("chunked", [True, False])
@@ -341,7 +318,6 @@ def test_lists_of_any_integers_are_tokens(kind: pa.DataType, chunked: bool) -> N
         (pa.array([[1], None]), UnsupportedColumn, "no nulls in column 't', found 1"),
         (pa.array([[1], [None]]), UnsupportedColumn, "no nulls inside the lists of column 't', found 1"),
         (pa.array([[1.5], [2.5]]), UnsupportedColumn, "lists of integers, found list<"),
-        (pa.array([1, 2]), UnsupportedColumn, "lists of integers, found int64"),
         (pa.array(["a", "b"]), SpecInvalid, "expected a tokenizer for column 't'"),
     ],
 )
@@ -351,3 +327,9 @@ def test_columns_without_tokens_are_refused(column: pa.Array, error: type[Except
         documents_of(pa.table({"t": column}), np.arange(2), column="t")
     with pytest.raises(NoSuchColumn, match=r"columns \['t'\] in sequences.column, .*found 'u'"):
         documents_of(pa.table({"t": column}), np.arange(2), column="u")
+
+
+def test_times_become_integers() -> None:
+    """A transform's dates and times are int64 in their unit, as columns of tables are."""
+    assert returned(pa.array([[5], [6]], pa.list_(pa.timestamp("us"), 1))).tolist() == [[5], [6]]
+    assert returned(pa.array([3, 4], pa.date32())).dtype == np.int64

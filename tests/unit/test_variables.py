@@ -1,8 +1,9 @@
-"""Variables and properties that a library ignores, or whose values it cannot read."""
+"""Variables, options of torchrun and properties: they become settings, or are refused or ignored by name."""
 
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 
@@ -53,3 +54,65 @@ def test_misspelled_property_is_refused(name: str) -> None:
     with pytest.raises(SpecInvalid, match="expected a property of PyIceberg such as '"):
         check_properties([name])
     check_properties(["s3.endpoint", "glue.access-key-id", "header.x", "s3.path-style-access", "custom"])
+
+
+LAUNCH = LaunchSpec(script="train.py")
+SEVERAL = LaunchSpec(script="train.py", nodes="2:4", rendezvous="node-1:29400")
+
+
+def settings(*options: str, launch: LaunchSpec = LAUNCH, **variables: str) -> dict[str, Any]:
+    """Return the settings that options and variables replace, for the run `r`."""
+    return launch_settings(options, variables, launch, "r")
+
+
+@pytest.mark.parametrize(
+    ("options", "replaced"),
+    [
+        (["--nproc-per-node", "2"], {"world_size": 2}),
+        (["--nproc_per_node=2", "--standalone"], {"nodes": "", "rendezvous": "", "world_size": 2}),
+        (
+            ["--nnodes", "2:4", "--nproc-per-node", "8", "--rdzv-endpoint", "node-1:29500"],
+            {"nodes": "2:4", "nproc_per_node": 8, "rendezvous": "node-1:29500"},
+        ),
+        (["--rdzv-endpoint", "[::1]"], {"rendezvous": "[::1]:29400"}),
+        (["--master-addr", "node-1", "--master-port", "1234", "--node-rank", "1"], {"rendezvous": "node-1:1234"}),
+        (["--rdzv-conf", "timeout=60,key_file=/k"], {"gather_timeout_s": "60", "rendezvous_key_file": "/k"}),
+        (["--max-restarts", "0", "--start-method", "spawn"], {"max_restarts": 0, "start": "spawn"}),
+        (["--rdzv-backend", "c10d", "--rdzv-id", "r", "--shutdown-timeout", "9"], {"deadline_s": 9}),
+        ([], {}),
+    ],
+)
+def test_options_become_settings(options: list[str], replaced: dict[str, Any]) -> None:
+    """Only given options count. Defaults of torchrun replace nothing."""
+    assert settings(*options) == replaced
+
+
+def test_options_outweigh_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Options have priority over variables, as in torchrun."""
+    monkeypatch.setenv("PET_NNODES", "3")
+    monkeypatch.setenv("PET_NPROC_PER_NODE", "4")
+    assert settings(PET_NNODES="3", PET_NPROC_PER_NODE="4") == {"nodes": "3", "nproc_per_node": 4}
+    assert settings("--nnodes", "2", PET_NNODES="3", PET_NPROC_PER_NODE="4")["nodes"] == "2"
+
+
+def test_ranks_per_node_follow_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job of several nodes keeps its nodes if only the number of ranks is given."""
+    assert settings("--nproc-per-node", "2", launch=SEVERAL) == {"nproc_per_node": 2}
+    assert settings("--nnodes", "1", "--nproc-per-node", "2", launch=SEVERAL) == {"nodes": "", "world_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--tee", "3"], "--tee"),
+        (["--no-such-option"], "no-such-option"),
+        (["other.py"], "other.py"),
+        (["--rdzv-id", "x"], "--rdzv-id = 'r'"),
+        (["--rdzv-conf", "is_host=1"], "is_host"),
+        (["--nproc-per-node", "many"], "many"),
+    ],
+)
+def test_meaningless_options_are_refused(options: list[str], message: str) -> None:
+    """The error names the option."""
+    with pytest.raises(SpecInvalid, match=message):
+        settings(*options)

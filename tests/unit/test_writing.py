@@ -1,17 +1,18 @@
-"""Copied states: the copy keeps values, shared memory, and objects that are no tensors."""
+"""The files of states: copies keep values and shared memory, and content is digested during the write."""
 
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from blake3 import blake3
 
-from dlac_pipeline.checkpoint.stage.copies import Copies, CopyMemory, Direct, Writer
+from dlac_pipeline.checkpoint.stage.copies import Copies, CopyMemory, Writer
+from dlac_pipeline.checkpoint.stage.streamed_file import write_state
 
 
 def saved(writer: Writer, folder: Path, state: Any) -> Any:
@@ -24,50 +25,6 @@ def saved(writer: Writer, folder: Path, state: Any) -> Any:
 def copying() -> Copies:
     """Return a writer of copies."""
     return Copies(CopyMemory())
-
-
-def test_change_after_copy_is_absent(tmp_path: Path) -> None:
-    """The file has the values at the time of the copy, although tensors, items and lists change later."""
-    state: dict[str, Any] = {
-        "weight": torch.arange(6.0).reshape(2, 3),
-        "steps": [1, 2],
-        "nested": {"lr": 0.1, "rows": torch.ones(3)},
-    }
-    copies = Copies(CopyMemory())
-    copies.write(tmp_path / "state.pt", state)
-    state["weight"].add_(100)
-    state["steps"].append(3)
-    state["nested"]["rows"].zero_()
-    state["nested"]["lr"] = 9.9
-    copies.finish()
-    found = torch.load(tmp_path / "state.pt", weights_only=True)
-    assert torch.equal(found["weight"], torch.arange(6.0).reshape(2, 3))
-    assert found["steps"] == [1, 2]
-    assert found["nested"]["lr"] == 0.1
-    assert torch.equal(found["nested"]["rows"], torch.ones(3))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.uint8])
-def test_copied_model_equals_direct_write(tmp_path: Path, dtype: torch.dtype) -> None:
-    """The file content is the same for any result of state_dict()."""
-    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.randn(4, 8)).sum().backward()
-    optimizer.step()
-    extra = torch.ones(5, dtype=dtype)
-    state: dict[str, Any] = {
-        "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "extra": extra,
-        "none": None,
-    }
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    first, second = saved(Direct(), tmp_path / "a", state), saved(copying(), tmp_path / "b", state)
-    assert str(first) == str(second)
-    assert first["extra"].dtype == second["extra"].dtype == dtype
-    assert isinstance(second["model"], OrderedDict)
-    assert vars(second["model"]) == vars(state["model"])  # its _metadata
 
 
 def test_views_stay_shared(tmp_path: Path) -> None:
@@ -99,17 +56,6 @@ def test_copy_memory_is_used_again(tmp_path: Path) -> None:
     assert [torch.load(tmp_path / f"{step}.pt")["weight"][0].item() for step in range(3)] == [0, 1, 2]
 
 
-def test_parameters_and_objects_keep_type(tmp_path: Path) -> None:
-    """A Parameter stays one. Numbers, strings, empty tensors and tuples are loaded as saved."""
-    state = {"p": torch.nn.Parameter(torch.ones(2)), "t": (1, "two", torch.zeros(0)), "big": 2**70}
-    found = saved(copying(), tmp_path, state)
-    assert isinstance(found["p"], torch.nn.Parameter)
-    assert found["p"].requires_grad
-    assert found["t"][:2] == (1, "two")
-    assert found["t"][2].shape == (0,)
-    assert found["big"] == 2**70
-
-
 def test_differently_sized_storage_is_copied_whole(tmp_path: Path) -> None:
     """Two tensors at one address, the shorter one first, are both complete."""
     numbers = np.arange(100.0)
@@ -119,14 +65,6 @@ def test_differently_sized_storage_is_copied_whole(tmp_path: Path) -> None:
     assert torch.equal(found["long"], torch.arange(100.0, dtype=torch.float64))
 
 
-def test_conjugated_views_keep_values(tmp_path: Path) -> None:
-    """conj() only sets a bit. The saved values are the conjugated ones."""
-    waves = torch.tensor([1 + 2j, 3 - 4j])
-    found = saved(copying(), tmp_path, {"conj": waves.conj(), "imag": waves.conj().imag})
-    assert torch.equal(found["conj"], torch.tensor([1 - 2j, 3 + 4j]))
-    assert torch.equal(found["imag"], torch.tensor([-2.0, 4.0]))
-
-
 class Pair(NamedTuple):
     """A tuple as some optimizers keep it."""
 
@@ -134,35 +72,77 @@ class Pair(NamedTuple):
     second: int
 
 
-class TrackedCopyMemory(CopyMemory):
-    """Copy memory that knows which of its storages still exist."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._copies: list[weakref.ref[torch.UntypedStorage]] = []
-
-    def copy_of(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
-        """Copy the storage, and remember the copy."""
-        copied = super().copy_of(storage)
-        self._copies.append(weakref.ref(copied))
-        return copied
-
-    @property
-    def sizes(self) -> list[int]:
-        """The bytes of each existing storage."""
-        return [storage.nbytes() for one in self._copies if (storage := one()) is not None]
-
-
 def test_unneeded_memory_is_released(tmp_path: Path) -> None:
     """A named tuple is copied by its fields. Memory that the next checkpoint does not need is released."""
-    memory = TrackedCopyMemory()
+    memory = CopyMemory()
+    kept: list[weakref.ref[torch.UntypedStorage]] = []
     for size in (1000, 2000, 3000):
         copies = Copies(memory)
         pair = Pair(torch.full((size,), 7.0), 3)
         copies.write(tmp_path / f"{size}.pt", pair)
+        kept += [weakref.ref(storage) for storage in copies.storages]
         copies.handed_over()
         pair.first.zero_()
         copies.finish()
         found = torch.load(tmp_path / f"{size}.pt", weights_only=False)
         assert (found.first.mean().item(), found.second) == (7.0, 3)
-        assert memory.sizes == [4 * size]
+        assert [each() is None for each in kept] == [True] * (len(kept) - 1) + [False]
+
+
+@pytest.mark.parametrize("count", [1, 7, 8, 16, 4096])
+def test_copies_have_the_same_bytes(tmp_path: Path, count: int) -> None:
+    """Also of memory that is not a number of words. The original may change then."""
+    original = torch.frombuffer(bytearray(range(256)) * 17, dtype=torch.uint8, count=count)
+    expected = original.clone()
+    written: dict[str, torch.Tensor] = {}
+    copies = Copies(CopyMemory(), save=lambda state, path: written.update({path.name: state["part"].clone()}))
+    copies.write(tmp_path / "file", {"part": original})
+    original.fill_(0)
+    copies.finish()
+    assert torch.equal(written["file"], expected)
+
+
+def test_copy_counts_nothing_twice(tmp_path: Path) -> None:
+    """The milestones of a `MultiStepLR` are a `Counter`, whose `update` adds: each would lower the learning rate twice."""
+    optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters())
+    state = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 3]).state_dict()
+    written: list[dict[str, object]] = []
+    copies = Copies(CopyMemory(), save=lambda copied, path: written.append(copied))
+    copies.write(tmp_path / "file", state)
+    copies.finish()
+    assert written == [state]
+
+
+_LARGE = 5 << 20
+"""Numbers of four bytes that fill the buffer twice and in part."""
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("numbers", [0, 1, 1000, _LARGE, _LARGE + 1])
+def test_written_file_matches_digest(tmp_path: Path, direct: bool, numbers: int) -> None:
+    """Size and digest are the file's, with direct I/O and through the page cache, and the state is loaded again."""
+    weight = torch.randn(numbers)
+    state = {"weight": weight, "lr": 0.1}
+    written = write_state(state, tmp_path / "state.pt", direct=direct)
+    content = (tmp_path / "state.pt").read_bytes()
+    assert (written.bytes, written.digest) == (len(content), blake3(content).hexdigest())
+    found = torch.load(tmp_path / "state.pt")
+    assert torch.equal(found["weight"], weight)
+    assert found["lr"] == 0.1
+
+
+def test_tensors_cross_buffer_ends(tmp_path: Path) -> None:
+    """Tensors of odd sizes are loaded bit for bit, from a memory map too."""
+    state = [torch.randint(0, 255, (3_000_017 * (1 + n % 3),), dtype=torch.uint8) for n in range(7)]
+    write_state(state, tmp_path / "state.pt")
+    for mapped in (False, True):
+        found = torch.load(tmp_path / "state.pt", mmap=mapped)
+        assert all(torch.equal(one, other) for one, other in zip(found, state, strict=True))
+
+
+def test_existing_file_is_not_overwritten(tmp_path: Path) -> None:
+    """An existing file is an error, and does not change."""
+    (tmp_path / "state.pt").write_bytes(b"mine")
+    with pytest.raises(FileExistsError):
+        write_state({}, tmp_path / "state.pt")
+    assert (tmp_path / "state.pt").read_bytes() == b"mine"

@@ -61,12 +61,7 @@ def test_interval_is_near_optimum(cost_s: float, mtbf_s: float) -> None:
     found = lost_share(daly_interval_s(cost_s, mtbf_s), cost_s, mtbf_s)
     grid = [math.sqrt(2 * cost_s * mtbf_s) * 1.05**exponent for exponent in range(-40, 41)]
     assert found <= min(lost_share(each, cost_s, mtbf_s) for each in grid) * 1.002
-
-
-def test_first_term_is_youngs() -> None:
-    """If a checkpoint is short compared with the time between failures, the interval is sqrt(2 C M) - C."""
-    assert daly_interval_s(1.0, DAY_S) == pytest.approx(math.sqrt(2 * DAY_S) - 1, rel=0.002)
-    assert daly_interval_s(7200.0, 3600.0) == 3600.0
+    assert daly_interval_s(2 * mtbf_s, mtbf_s) == mtbf_s
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import socket
-from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from dlac_pipeline.cli.display import describe_outcome
 from dlac_pipeline.cli.shared import command_with, facts_table
@@ -22,11 +19,9 @@ from dlac_pipeline.lakehouse.ledger.recoveries import Recovery
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow, FinishRow, LedgerRow
 from dlac_pipeline.spec.launch_request import OPERATOR
 from dlac_pipeline.supervise.liveness.run_lock import run_lock
-from dlac_pipeline.supervise.supervisor import Outcome
 from tests.small_records import small_recovery
 
 pytestmark = pytest.mark.usefixtures("only_this_process")
-LONG = "team-nlp.llama-continual-pretraining-2026-11-23-with-a-very-long-name-of-a-run"
 LONG_AGO = datetime.now(UTC) - timedelta(hours=3)
 
 
@@ -75,21 +70,6 @@ def test_next_command_needs_spec(tmp_path: Path) -> None:
     assert command_with("", ("--home", "x")) == ""
     given = command_with("dlac recover r --spec FILE", ("--home", "/lake", "--spec", "job.toml"))
     assert given == "dlac recover r --home /lake --spec job.toml"
-
-
-def test_many_attempts_cost_few_passes() -> None:
-    """The number of passes over the rows of a long run does not grow with its attempts."""
-
-    class Counted(list[LedgerRow]):
-        passes = 0
-
-        def __iter__(self) -> Iterator[LedgerRow]:
-            self.passes += 1
-            return super().__iter__()
-
-    few, many = (Counted(rows(*map(claim, range(1, count)))) for count in (3, 50))
-    assert (standing_of(few).state, standing_of(many).state) == ("dead", "dead")
-    assert many.passes == few.passes
 
 
 @pytest.mark.parametrize(
@@ -166,119 +146,52 @@ def test_operator_time_is_no_recovery() -> None:
     )
 
 
-def test_outcome_names_attempt() -> None:
-    """The outcome has the run's attempt, and the number of attempts of this command if it is not one."""
-    fifth = Outcome(ending="finished", attempts=1, step=1200)
-    assert describe_outcome("r", fifth, attempt=5) == "run 'r' finished at step 1,200 in attempt 5"
-    again = Outcome(ending="caught_up", attempts=3, step=19)
-    assert (
-        describe_outcome("r", again, attempt=5)
-        == "run 'r' caught up at step 19 in attempt 5 (3 attempts by this command)"
-    )
-    assert (
-        describe_outcome("r", Outcome(ending="stopped", attempts=0, step=0), attempt=0) == "run 'r' stopped at step 0"
-    )
-
-
-STATUS: dict[str, Any] = {
-    "run": LONG,
-    "state": "open",
+PLACE: dict[str, Any] = {
+    "run": "r",
     "step": 1234,
-    "loss": 0.123456789,
-    "head_checkpoint": f"{LONG}-000001234-a2809855",
-    "head_age_s": 600.0,
-    "checkpoint_reason": "auto",
-    "checkpoint_interval_s": 31.25,
-    "checkpoint_interval_why": "what a checkpoint costs, and 2 failures in the last hours",
-    "checkpoints": 1,
-    "attempt": 3,
-    "attempts_without_progress": 2,
-    "excluded_by_rewinds": ["doc_id < 900", "lang = 'xx'"],
-    "recoveries": 2,
-    "goodput": {
-        "ettr": 0.9,
-        "ettr_at_most": 0.925,
-        "wall_s": 4600.0,
-        "idle_s": 1000.0,
-        "startup_s": 0.0,
-        "down_s": 200.0,
-        "replayed_s": 50.0,
-        "checkpointing_s": 10.0,
-        "abandoned_s": 10.0,
-        "unknown_s": 90.0,
-    },
     "total_steps": 20_000,
-    "launch": "dead",
-    "launch_note": "attempt 3 has no process on this node any more, last heartbeat 10 min ago",
+    "loss": 0.123456789,
+    "attempt": 3,
+    "launch_note": "",
+    "attempts_without_progress": 2,
     "next_command": "dlac recover r",
 }
-FRESH: dict[str, Any] = {
-    **dict.fromkeys(STATUS),
-    "run": "r",
-    "step": 0,
-    "checkpoints": 0,
-    "attempt": 1,
-    "attempts_without_progress": 1,
-    "excluded_by_rewinds": [],
-    "recoveries": 0,
-    "launch": "training",
-    "launch_note": "",
-    "next_command": "",
-}
-LIVE: dict[str, Any] = {
-    "run": LONG,
-    "state": "computing",
-    "step": 15,
-    "total_steps": None,
-    "loss": None,
-    "steps_per_s": 0.42,
-    "samples_per_s": 13.44,
-    "tokens_per_s": None,
-    "consumed_share": 0.5,
-    "checkpoint_age_s": 7500.0,
-    "at_risk_steps": 1,
-    "at_risk_s": 2.0,
-    "attempt": 1,
-    "attempts_without_progress": 0,
-    "eta_s": None,
-    "last_sign_s": 0.1,
-    "problem": None,
-    "launch": "training",
-    "launch_note": "attempt 1, process 4711 on this node",
-    "next_command": "dlac status r --watch",
-}
-
-
-@pytest.mark.parametrize("width", [60, 80, 120])
-def test_status_fits_terminal(width: int) -> None:
-    """No line is wider than the terminal, with names of any length. No field is None, even without a checkpoint."""
-    waiting = {"run": LONG, "state": "waiting", "waits_for": "expected a run named " + LONG}
-    silent = {
-        **LIVE,
-        **{name: None for name in LIVE if name.endswith("_s") and name != "at_risk_s"},
-        "at_risk_steps": 0,
-    }
-    described = [
-        *(describe_status(each, ("--home", "/deep/" * 20)) for each in (STATUS, FRESH)),
-        *(describe_live(each) for each in (LIVE, silent, waiting)),
-        describe_incident(recovery(cause="KeyError: " + LONG * 3)),
-    ]
-    for facts in described:
-        output = io.StringIO()
-        Console(file=output, width=width).print(facts_table(facts))
-        lines = output.getvalue().splitlines()
-        assert max(map(len, lines)) <= width
-        assert not any("None" in line or "0/s" in line or "per |" in line for line in lines)
+"""Facts of a status and of a look at a training run."""
 
 
 def test_status_has_main_facts() -> None:
-    """The status has share, age, interval and the next command with the lakehouse's place. Rates have units."""
-    shown = describe_status(STATUS, ("--home", "/lake"))
+    """The status has share, age, interval and the next command with the lakehouse's place."""
+    lost = {"startup_s": 0.0, "down_s": 200.0, "replayed_s": 50.0, "checkpointing_s": 10.0, "abandoned_s": 10.0}
+    goodput = {"ettr": 0.9, "ettr_at_most": 0.925, "wall_s": 4600.0, "idle_s": 1000.0, "unknown_s": 90.0, **lost}
+    head = {"head_checkpoint": "c", "head_age_s": 600.0, "checkpoint_reason": "auto", "checkpoints": 1}
+    interval = {"checkpoint_interval_s": 31.25, "checkpoint_interval_why": "what a checkpoint costs"}
+    run = {"recoveries": 2, "launch": "dead", "excluded_by_rewinds": ["doc_id < 900", "lang = 'xx'"]}
+    facts = {**PLACE, **head, **interval, **run, "goodput": goodput}
+    shown = describe_status(facts, ("--home", "/lake"))
     assert shown["step"] == "1,234 of 20,000 (6%)"
-    assert shown["checkpoint"] == f"{LONG}-000001234-a2809855, 10 min ago (auto)"
+    assert shown["checkpoint"] == "c, 10 min ago (auto)"
     assert (shown["kept"], shown["no progress"]) == ("1 checkpoint", "2 attempts since the last checkpoint")
     assert shown["goodput"] == "90.0% to 92.5% of 1 h; down 3 min 20 s, unknown 1 min 30 s, replayed 50 s"
     assert shown["next"] == "dlac recover r --home /lake"
-    live = describe_live(LIVE)
-    assert (live["speed"], live["checkpoint"]) == ("0.42 steps/s, 13 samples/s", "2 h 5 min ago")
-    assert (live["at risk"], live["next"]) == ("1 step, 2 s of training", None)
+    nothing = dict.fromkeys(("head_checkpoint", "checkpoint_interval_s", "goodput", "checkpoint_reason"))
+    assert describe_status({**facts, **nothing})["checkpoint"] == "none committed yet"
+
+
+def test_look_at_training_has_rates() -> None:
+    """Rates have units. What is unknown is left out, and a run that trains has no next command."""
+    unknown = dict.fromkeys(("tokens_per_s", "consumed_share", "eta_s", "last_sign_s", "problem"))
+    rates = {"steps_per_s": 0.42, "samples_per_s": 13.44, "checkpoint_age_s": 7500.0}
+    facts = {
+        **PLACE,
+        **unknown,
+        **rates,
+        "state": "computing",
+        "launch": "training",
+        "at_risk_steps": 1,
+        "at_risk_s": 2.0,
+    }
+    shown = describe_live(facts)
+    assert (shown["speed"], shown["checkpoint"]) == ("0.42 steps/s, 13 samples/s", "2 h 5 min ago")
+    assert (shown["at risk"], shown["next"]) == ("1 step, 2 s of training", None)
+    waits = describe_live({"run": "r", "state": "waiting", "waits_for": "a run named 'r'"})
+    assert waits["found"] == "a run named 'r'"
