@@ -41,14 +41,15 @@ def finish_and_compare(campaign: Arena, run: str) -> Launch:
 
 @pytest.mark.soak
 def test_killed_supervisor_ends_ranks(campaign: Arena) -> None:
-    """No rank remains after SIGKILL of the supervisor, and the next launch resumes from the last checkpoint."""
+    """No rank or child of one remains after SIGKILL of the supervisor. The next launch resumes from the last checkpoint."""
     run = "supervisor-killed"
-    launch = campaign.launch(campaign.spec(run, steps=STEPS, pause_s=0.05))
+    launch = campaign.launch(campaign.spec(run, steps=STEPS, pause_s=0.05, has_child=True))
     launch.wait_for("checkpoint", 2)
     ranks = launch.ranks()
-    assert len(ranks) == 2
+    children = [child for rank in ranks for child in rank.children()]
+    assert len(ranks) == len(children) == 2
     os.kill(launch.process.pid, signal.SIGKILL)
-    wait_until_gone(ranks)
+    wait_until_gone([*ranks, *children])
     head = campaign.lineage(run)[-1].step
     assert head >= 20
     again = finish_and_compare(campaign, run)
@@ -58,13 +59,18 @@ def test_killed_supervisor_ends_ranks(campaign: Arena) -> None:
 
 
 @pytest.mark.parametrize(
-    "number",
-    [signal.SIGTERM, *(pytest.param(other, marks=pytest.mark.soak) for other in (signal.SIGUSR1, signal.SIGHUP))],
+    ("number", "mode"),
+    [
+        (signal.SIGTERM, "synchronous"),
+        pytest.param(signal.SIGTERM, "asynchronous", marks=pytest.mark.soak),
+        pytest.param(signal.SIGUSR1, "synchronous", marks=pytest.mark.soak),
+        pytest.param(signal.SIGHUP, "synchronous", marks=pytest.mark.soak),
+    ],
 )
-def test_stop_makes_checkpoint_and_ends(campaign: Arena, number: signal.Signals) -> None:
+def test_stop_makes_checkpoint_and_ends(campaign: Arena, number: signal.Signals, mode: str) -> None:
     """After a signal that ends a launch the run saves a checkpoint. The next launch resumes there and repeats nothing."""
-    run = f"stopped-by-{number.name}"
-    launch = campaign.launch(campaign.spec(run, steps=STEPS, pause_s=0.2))
+    run = f"stopped-by-{number.name}-{mode}"
+    launch = campaign.launch(campaign.spec(run, steps=STEPS, pause_s=0.1, mode=mode))
     launch.wait_for("checkpoint")
     os.kill(launch.process.pid, number)
     assert launch.wait() == 0, launch.stderr
@@ -102,14 +108,3 @@ def test_death_of_orchestrator_is_stop(campaign: Arena) -> None:
     wait_until_gone(ranks)
     assert launch.of("ended")[0]["ending"] == "stopped"
     assert campaign.lineage(run)[-1].step == launch.of("ended")[0]["step"] < 125
-
-
-@pytest.mark.soak
-def test_stop_during_start_is_orderly(campaign: Arena) -> None:
-    """A stop before a rank can receive it ends the launch as stopped. No step is lost."""
-    run = "stopped-while-starting"
-    launch = campaign.launch(campaign.spec(run))
-    launch.wait_for("attempt")
-    os.kill(launch.process.pid, signal.SIGTERM)
-    assert launch.wait() == 0, launch.events
-    assert launch.of("ended")[0]["ending"] == "stopped"
