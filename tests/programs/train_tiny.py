@@ -2,8 +2,7 @@
 
 Params make it fail: `dies_at` a step, `deadly_row` causes SIGSEGV in its batch, `deadlock_at` a step,
 `holds_loading` and `holds_training` are attempts that load, or train their first step, without end. `slow_rank` is slow
-by `slow_s` seconds in each forward pass, `nan_from` a step makes losses NaN, `own_handler` ignores SIGTERM, and
-`has_child` starts a process.
+by `slow_s` seconds in each forward pass, `nan_from` a step makes losses NaN, `own_handler` ignores SIGTERM.
 $NOISE_SEED adds noise to the loss that no saved generator knows, and with $OWN_GROUP the script makes the process group.
 With `array` the optimizer keeps a NumPy array, which no checkpoint can have.
 
@@ -13,7 +12,6 @@ The journal has the row ids in the tensors of each finished step, as evidence th
 import json
 import os
 import signal
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -103,8 +101,6 @@ def main() -> None:
     if "OWN_GROUP" in os.environ:
         dist.init_process_group("gloo")
     with dlac.training_run(os.environ.get("JOB_SPEC")) as run:
-        if "has_child" in run.spec.params:  # as data loaders and profilers are
-            subprocess.Popen(["sleep", "600"])
         train(run)
 
 
