@@ -104,7 +104,7 @@ class ScriptedRanks(SupervisedNodes):
             rank.wait()
         self._ranks = [subprocess.Popen(["sleep", "60"]) if rank in ending else rank for rank in self._ranks]
         self._launches_begun += not self._replicas
-        self._step, self._struck_at = self._step + 1, 0.0
+        self._step, self._struck_at = self._step + 2, 0.0  # one more step that all have finished
 
     def ranks(self) -> dict[int, psutil.Process]:
         """Return the living ranks."""

@@ -123,7 +123,7 @@ def test_calm_run_divides_the_reference_batches(campaign: Arena, calm: Callable[
     assert found.journal == {step: reference[step] for step in range(1, STEPS + 1)}
     groups = SHAPES[shape].get("replicas", 3)
     sizes = {len(each["rows"]) for each in found.entries if each["event"] == "share"}
-    assert sizes == ({10, 11} if groups == 3 else {16})
+    assert sizes == ({10, 11} if groups == 3 else {8})
     memberships = [(row.first_step, tuple(row.groups)) for row in campaign.rows(f"calm-{shape}", MembershipRow)]
     assert memberships == [(1, tuple(range(groups)))]
 
