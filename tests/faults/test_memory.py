@@ -153,8 +153,8 @@ def test_stop_request_still_takes_checkpoint(campaign: Arena) -> None:
 
 
 def damage_states(folder: Path, damage: str) -> None:
-    """Damage all states in a folder."""
-    for slot in folder.glob("*/*-*"):
+    """Damage all whole states in a folder."""
+    for slot in [state.folder for state in read_states(folder)]:
         if damage == "seal":
             (slot / "rank-00001.sealed").unlink()
         elif damage == "file":
