@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import tarfile
 import warnings
 from collections import defaultdict
@@ -19,7 +22,8 @@ from dlac_pipeline.extensions.exchange.export import write_state_folder
 from dlac_pipeline.extensions.exchange.foreign import foreign_checkpoint
 from dlac_pipeline.extensions.exchange.weights import state_of
 from dlac_pipeline.lakehouse.errors import CheckpointError
-from tests.engine_ranks import Saved, assert_same, run_program, run_ranks, save
+from tests.engine_ranks import Saved, assert_same, run_ranks, save
+from tests.ports import own_port
 
 pytestmark = pytest.mark.timeout(900)  # each test starts several processes several times
 READER = Path(__file__).parents[1] / "programs" / "read_shards.py"
@@ -38,8 +42,18 @@ def expected_tensors(saved: Saved) -> dict[str, torch.Tensor]:
 
 def read_without_dlac(folder: Path, world_size: int, dump: Path) -> dict[str, torch.Tensor]:
     """Return the tensors that ranks without DLAC read."""
-    ranks = run_program(world_size, str(READER), str(folder), str(dump))
-    assert not any(ranks.codes), ranks.stderr
+    common = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(own_port())}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(READER), str(folder), str(dump)],
+            env={**os.environ, **common, "OMP_NUM_THREADS": "1", "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world_size)
+    ]
+    stderr = [rank.communicate(timeout=240)[1] for rank in ranks]
+    assert not any(rank.returncode for rank in ranks), stderr
     found: dict[str, torch.Tensor] = torch.load(dump, weights_only=True)
     return found
 
