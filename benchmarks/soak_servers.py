@@ -90,7 +90,8 @@ class Campaign:
 
     def _job(self, run: str, faults: int, **changes: Any) -> JobSpec:
         passes, watched = 2 + int(_PASSES_PER_FAULT * faults), {"WATCHED": str(self._watched)}
-        return self.arena.spec(run, "train_watched.py", env=watched, passes=passes, **changes)
+        program = str(Path(__file__).with_name("programs") / "train_watched.py")
+        return self.arena.spec(run, program, env=watched, passes=passes, **changes)
 
     def _finish(self, launch: Launch) -> None:
         if launch.wait() != 0:

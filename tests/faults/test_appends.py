@@ -7,6 +7,8 @@ import signal
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 from dlac_pipeline.audit.audit import audit_run
 from tests.integration.test_legs import append, rewrite
 
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
     from tests.conftest import Arena
 
 
+@pytest.mark.slow
 def test_appends_outlive_compaction_and_kill(arena: Arena) -> None:
     """One rank trains the first rows. Two ranks train what comes next, and one of them dies. Each row is consumed once."""
     arena.table(appends=(160, 160), row_group_rows=20)

@@ -1,15 +1,13 @@
-"""Checkpoints committed in the background have the state of the copied step, whatever process is killed at any time."""
+"""Checkpoints committed in the background have the state of the copied step."""
 
 from __future__ import annotations
 
-import os
-import signal
 from typing import TYPE_CHECKING
 
 import pytest
 
 from dlac_pipeline.audit.lakehouse_sql import open_audit
-from tests.faults.undisturbed import STEPS, check_finished, check_pass
+from tests.faults.undisturbed import STEPS, check_finished
 
 if TYPE_CHECKING:
     from tests.conftest import Arena
@@ -51,30 +49,3 @@ def test_stalled_commit_delays_next_checkpoint(campaign: Arena) -> None:
     stalls = {event["step"]: event["phases"]["stall"] for event in launch.of("checkpoint")}
     assert stalls[30] > 1.0  # of the 2 s for which the commit before it slept
     assert len(launch.of("attempt")) == 1
-
-
-@pytest.mark.soak
-def test_stop_leaves_checkpoint_of_last_step(campaign: Arena) -> None:
-    """After SIGTERM the checkpoint in flight is committed, and then one of the step at which the run stops."""
-    run = "asynchronous-stopped"
-    launch = campaign.launch(campaign.spec(run, passes=1, pause_s=0.05, **MODE))
-    launch.wait_for("checkpoint")
-    os.kill(launch.process.pid, signal.SIGTERM)
-    launch.wait()
-    last = campaign.lineage(run)[-1]
-    assert last.step == max(entry["step"] for entry in campaign.entries(run))
-    again = campaign.launch(campaign.spec(run, passes=1, **MODE))
-    assert again.wait() == 0, again.stderr
-    check_pass(campaign, run)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("after_entries", range(12, 60, 4))
-def test_rank_killed_at_any_time(campaign: Arena, after_entries: int) -> None:
-    """A rank is killed while it trains, copies, writes, votes or commits. The head is old or new, and the run ends exact."""
-    run = f"asynchronous-any-{after_entries}"
-    launch = campaign.launch(campaign.spec(run, passes=1, every_steps=10, **MODE))
-    while len(campaign.entries(run)) < after_entries:
-        assert launch.process.poll() is None
-    os.kill(launch.ranks()[after_entries // 4 % 2].pid, signal.SIGKILL)
-    check_finished(campaign, run, launch)

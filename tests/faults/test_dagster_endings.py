@@ -45,64 +45,69 @@ RUNS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.soak
-def test_cancelled_run_checkpoints_and_stays(campaign: Arena, dagster: LocalDagster) -> None:
-    """A run cancelled in the UI leaves no process or lock after the grace period, loses no step, and is not recovered."""
-    spec = campaign.spec("cancelled", **RUNS["cancelled"])
+@pytest.mark.parametrize("run", ["cancelled", "unreachable"])
+def test_cancelled_run_checkpoints_and_stays(campaign: Arena, dagster: LocalDagster, run: str) -> None:
+    """A run cancelled in the UI leaves no process or lock after the grace period, loses no step, and is not recovered.
+
+    If Dagster cannot reach its process, because the code server is dead, the process finds the cancellation.
+    """
+    spec = campaign.spec(run, **RUNS[run])
     run_id, processes = train_to(dagster, spec)
     began = time.time()
-    assert dagster.cancel(run_id)
-    wait_until(lambda: have_ended(processes), what="the end of all its processes", within_s=spec.launch.deadline_s + 5)
+    if run == "cancelled":
+        assert dagster.cancel(run_id)
+    else:
+        server = processes[0].parent()
+        assert server is not None
+        server.kill()
+        with pytest.raises(DagsterUserCodeUnreachableError):
+            dagster.cancel(run_id)
+    within_s = spec.launch.deadline_s + (5 if run == "cancelled" else 20)
+    wait_until(lambda: have_ended(processes), what="the end of all its processes", within_s=within_s)
     assert not is_lock_held(lock_path(spec.checkpoint.local, spec.run))
     assert dagster.wait(run_id).status == dg.DagsterRunStatus.CANCELED
     [last] = [row.step for row in campaign.lineage(spec.run)]
     assert last == max(entry["step"] for entry in campaign.entries(spec.run))
-    observed = events_of(dagster, run_id, dg.DagsterEventType.ASSET_OBSERVATION)
-    assert last in [
-        event.event_specific_data.asset_observation.metadata["step"].value
-        for event in observed
-        if "step" in event.event_specific_data.asset_observation.metadata
-    ]
-    wait_until(lambda: sensor_ticks(dagster, began, sensor="preemption_sensor") >= 3, what="looks of the sensor")
+    if run == "cancelled":
+        observed = events_of(dagster, run_id, dg.DagsterEventType.ASSET_OBSERVATION)
+        shown = [event.event_specific_data.asset_observation.metadata for event in observed]
+        assert last in [each["step"].value for each in shown if "step" in each]
+        wait_until(lambda: sensor_ticks(dagster, began, sensor="preemption_sensor") >= 3, what="looks of the sensor")
     assert not runs_that_recover(dagster, run_id)
 
 
 @pytest.mark.soak
-def test_preempted_rank_fails_run_and_resumes(campaign: Arena, dagster: LocalDagster) -> None:
-    """SIGUSR1 of a cluster to one rank causes an emergency checkpoint, a failure with the reason, and one recovery."""
-    spec = campaign.spec("preempted", **RUNS["preempted"])
-    run_id, _ = train_to(dagster, spec)
-    rank = LiveRun(spec.checkpoint.store, spec.run).rank(1)
-    assert rank is not None
-    rank.send_signal(signal.SIGUSR1)
+@pytest.mark.parametrize(
+    ("how", "status", "tag"),
+    [
+        ("preempted", dg.DagsterRunStatus.FAILURE, "SIGUSR1"),
+        ("drained", dg.DagsterRunStatus.CANCELED, "maintenance"),
+        ("terminated", dg.DagsterRunStatus.FAILURE, None),
+    ],
+)
+def test_ended_run_is_resumed(
+    campaign: Arena, dagster: LocalDagster, how: str, status: dg.DagsterRunStatus, tag: str | None
+) -> None:
+    """SIGUSR1 of a cluster to one rank, the drain command, and SIGTERM to the worker without a cancelled run.
+
+    The run reports that no person did this, and one recovery resumes it.
+    """
+    spec = campaign.spec(how, **RUNS[how])
+    run_id, processes = train_to(dagster, spec)
+    if how == "preempted":
+        rank = LiveRun(spec.checkpoint.store, spec.run).rank(1)
+        assert rank is not None
+        rank.send_signal(signal.SIGUSR1)
+    elif how == "drained":
+        command = [sys.executable, "-m", "dlac_pipeline.dagster.drain", "--reason", "maintenance"]
+        done = subprocess.run(command, env=dagster.environment, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout) == (0, f"drained ({run_id}): has exited\n"), done.stderr
+    else:
+        processes[0].send_signal(signal.SIGTERM)
     ended = dagster.wait(run_id)
-    assert ended.status == dg.DagsterRunStatus.FAILURE
-    assert ended.tags[PREEMPTED_TAG] == "SIGUSR1"
+    assert ended.status == status
     assert NO_RECOVERY_TAG not in ended.tags
-    check_healed(campaign, dagster, spec, run_id)
-
-
-@pytest.mark.soak
-def test_drained_run_is_cancelled_and_resumed(campaign: Arena, dagster: LocalDagster) -> None:
-    """The drain command empties the node. The run is cancelled, reports that no person did this, and is resumed."""
-    spec = campaign.spec("drained", **RUNS["drained"])
-    run_id, processes = train_to(dagster, spec)
-    command = [sys.executable, "-m", "dlac_pipeline.dagster.drain", "--reason", "maintenance"]
-    done = subprocess.run(command, env=dagster.environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == f"drained ({run_id}): has exited\n"
-    wait_until(lambda: have_ended(processes), what="the end of all its processes", within_s=30)
-    ended = dagster.wait(run_id)
-    assert (ended.status, ended.tags[PREEMPTED_TAG]) == (dg.DagsterRunStatus.CANCELED, "maintenance")
-    check_healed(campaign, dagster, spec, run_id)
-
-
-@pytest.mark.soak
-def test_sigterm_to_worker_is_recovered(campaign: Arena, dagster: LocalDagster) -> None:
-    """The worker gets SIGTERM without a cancelled run. Dagster counts it as a failure, and the run is resumed."""
-    spec = campaign.spec("terminated", **RUNS["terminated"])
-    run_id, processes = train_to(dagster, spec)
-    processes[0].send_signal(signal.SIGTERM)
-    assert dagster.wait(run_id).status == dg.DagsterRunStatus.FAILURE
+    assert tag is None or ended.tags[PREEMPTED_TAG] == tag
     wait_until(lambda: have_ended(processes), what="the end of all its processes", within_s=30)
     check_healed(campaign, dagster, spec, run_id)
 
@@ -120,23 +125,6 @@ def test_killed_code_server_ends_no_training(campaign: Arena, dagster: LocalDags
         check_healed(campaign, dagster, spec, run_id)
     assert audit_run(campaign.lakehouse, spec.run).finished
     assert campaign.losses(spec.run) == campaign.losses("reference")
-
-
-@pytest.mark.soak
-def test_cancel_works_without_code_server(campaign: Arena, dagster: LocalDagster) -> None:
-    """Dagster cannot reach its process. The process finds the cancellation once, and exits without the loss of a step."""
-    spec = campaign.spec("unreachable", **RUNS["unreachable"])
-    run_id, processes = train_to(dagster, spec)
-    server = processes[0].parent()
-    assert server is not None
-    server.kill()
-    with pytest.raises(DagsterUserCodeUnreachableError):
-        dagster.cancel(run_id)
-    wait_until(lambda: have_ended(processes), what="the end of all its processes", within_s=spec.launch.deadline_s + 20)
-    assert dagster.wait(run_id).status == dg.DagsterRunStatus.CANCELED
-    [last] = [row.step for row in campaign.lineage(spec.run)]
-    assert last == max(entry["step"] for entry in campaign.entries(spec.run))
-    assert not runs_that_recover(dagster, run_id)
 
 
 @pytest.mark.soak

@@ -7,7 +7,7 @@ import pytest
 from dlac_pipeline.lakehouse.ledger.commits import claim
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
-from dlac_pipeline.lakehouse.ledger.typed_rows import ClaimRow
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow
 
 if TYPE_CHECKING:
     from tests.conftest import Arena
@@ -42,17 +42,6 @@ def test_attempts_without_commit_end_run(campaign: Arena) -> None:
     assert sorted(outcomes) == [(2, "failed again"), (2, "gave up")]
 
 
-@pytest.mark.soak
-def test_cause_is_reported_if_rank_exits_last(campaign: Arena) -> None:
-    """The rank whose connection broke exits first. The failure names the rank that failed, and its error."""
-    launch = campaign.launch(
-        campaign.spec("slow-to-leave", "fails_slowly.py", attempts_without_progress=1, deaths_at_same_rows=0)
-    )
-    assert launch.wait() == 85
-    (failure,) = launch.of("failure")
-    assert failure["cause"] == "rank 1 died of ValueError: the label of this row is no number"
-
-
 @pytest.mark.parametrize(
     ("changes", "code", "kind"),
     [
@@ -78,6 +67,21 @@ def test_missing_preload_ends_run_at_once(campaign: Arena) -> None:
     assert launch.wait() == 64
     assert [event["kind"] for event in launch.of("error")] == ["ScriptInvalid"]
     assert len(launch.of("failure")) == 1
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("mode", ["synchronous", "asynchronous"])
+def test_unloadable_state_fails_first_checkpoint(campaign: Arena, mode: str) -> None:
+    """It is bad input at all ranks, and its place is named. Nothing is committed, and no other attempt starts."""
+    run = f"array-{mode}"
+    launch = campaign.launch(campaign.spec(run, mode=mode, array=True))
+    assert launch.wait() == 64, (launch.events[-3:], launch.stderr)
+    (error,) = launch.of("error")
+    assert error["kind"] == "SpecInvalid"
+    assert "found numpy.ndarray at optimizer" in error["message"]
+    assert "schedule" in error["message"]
+    assert len(launch.of("attempt")) == 1
+    assert campaign.rows(run, CheckpointRow) == []
 
 
 def test_unreachable_catalog_ends_at_once(campaign: Arena) -> None:

@@ -74,9 +74,10 @@ def check_repetition(campaign: Arena, run: str, deaths: dict[str, int]) -> None:
         assert (1, step) in repeated or phase == "after-commit"
 
 
-def test_each_phase_survives_kill(campaign: Arena) -> None:
+@pytest.mark.parametrize("engine", ["dcp", pytest.param("zero1", marks=pytest.mark.slow)])
+def test_each_phase_survives_kill(campaign: Arena, engine: str) -> None:
     """Attempts of one run die, each in another phase of a checkpoint. No incomplete checkpoint is ever restored."""
-    check_cell(campaign, "zero1", "asynchronous", *QUICK)
+    check_cell(campaign, engine, "asynchronous", *QUICK)
 
 
 @pytest.mark.soak

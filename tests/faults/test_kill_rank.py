@@ -15,12 +15,17 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("seed", range(20))
-def test_random_rank_kill_changes_nothing(campaign: Arena, seed: int) -> None:
-    """The run finishes, its journal has every row once per pass, and batches and losses equal the undisturbed run's."""
+@pytest.mark.parametrize(
+    ("mode", "seed"), [("synchronous", seed) for seed in range(20)] + [("asynchronous", seed) for seed in range(12)]
+)
+def test_random_rank_kill_changes_nothing(campaign: Arena, mode: str, seed: int) -> None:
+    """A rank is killed while it starts, trains, copies, writes, votes or commits.
+
+    The run finishes, its journal has every row once per pass, and batches and losses equal the undisturbed run's.
+    """
     draw = random.Random(seed)
-    run = f"kill-{seed}"
-    launch = campaign.launch(campaign.spec(run, pause_s=0.03))
+    run = f"kill-{mode}-{seed}"
+    launch = campaign.launch(campaign.spec(run, pause_s=0.03, mode=mode))
     moment = draw.choice(["starting", "training", "training", "training"])
     if moment == "training":
         launch.wait_for("attempt")

@@ -114,39 +114,29 @@ def check_left_and_finish(campaign: Arena, launcher: str, run: str, notice: str)
         ("torchrun", "launcher", signal.SIGTERM, "SIGTERM"),
         ("torchrun", "rank", signal.SIGUSR1, "SIGUSR1"),
         ("torchrun", "launcher", signal.SIGKILL, "launcher"),
+        ("torchrun", "url", None, "termination_url"),
         ("deepspeed", "rank", signal.SIGTERM, "SIGTERM"),
         ("deepspeed", "launcher", signal.SIGTERM, "launcher"),
+        ("deepspeed", "url", None, "termination_url"),
     ],
 )
-def test_signal_causes_emergency_checkpoint(
-    campaign: Arena, launcher: str, to: str, number: signal.Signals, notice: str
+def test_notice_causes_emergency_checkpoint(
+    campaign: Arena, launcher: str, to: str, number: signal.Signals | None, notice: str
 ) -> None:
-    """The signal reaches any process, which may or may not pass it on. The last step is saved, and no process remains."""
-    run = f"{launcher}-{to}-{number.name}"
-    with launch_under(campaign, launcher, run, pause_s=0.2) as launch:
-        ranks = wait_for_ranks(campaign, launch, run)
-        os.kill(launch.process.pid if to == "launcher" else ranks[1].pid, number)
-        check_gone(ranks)
-        launch.process.wait(timeout=60)
-        assert f"asked to exit ({notice})" in launch.log.read_text()
+    """A signal reaches any process, or one rank reads the notice. The last step is saved, and no process remains."""
+    run = f"{launcher}-{to}-{notice}-{number or 0:d}"
+    with metadata_server() as (url, gone, _):
+        changes = {} if number else {"termination_url": url}
+        with launch_under(campaign, launcher, run, pause_s=0.2, **changes) as launch:
+            ranks = wait_for_ranks(campaign, launch, run)
+            if number:
+                os.kill(launch.process.pid if to == "launcher" else ranks[1].pid, number)
+            else:
+                gone.set()
+            check_gone(ranks)
+            assert launch.process.wait(timeout=60) == 0 or number, launch.log.read_text()[-3000:]
+            assert f"asked to exit ({notice})" in launch.log.read_text()
     check_left_and_finish(campaign, launcher, run, notice)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
-def test_termination_url_causes_emergency_checkpoint(campaign: Arena, launcher: str) -> None:
-    """One rank of the node reads the notice, all exit after a checkpoint, and the launcher succeeds."""
-    run = f"{launcher}-url"
-    with (
-        metadata_server() as (url, gone, _),
-        launch_under(campaign, launcher, run, pause_s=0.2, termination_url=url) as launch,
-    ):
-        ranks = wait_for_ranks(campaign, launch, run)
-        gone.set()
-        check_gone(ranks)
-        assert launch.process.wait(timeout=60) == 0, launch.log.read_text()[-3000:]
-        assert "asked to exit (termination_url)" in launch.log.read_text()
-    check_left_and_finish(campaign, launcher, run, "termination_url")
 
 
 @pytest.mark.soak

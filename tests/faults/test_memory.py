@@ -152,40 +152,52 @@ def test_stop_request_still_takes_checkpoint(campaign: Arena) -> None:
     assert not folder.exists()
 
 
+def damage_states(folder: Path, damage: str) -> None:
+    """Damage all whole states in a folder."""
+    for slot in [state.folder for state in read_states(folder)]:
+        if damage == "seal":
+            (slot / "rank-00001.sealed").unlink()
+        elif damage == "file":
+            os.truncate(slot / "rng-00000.pt", 100)
+        elif damage == "nan":
+            _poison(slot / "torch-state.pt")
+    if damage == "writable":
+        folder.parent.chmod(0o777)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "damage", ["file", *(pytest.param(each, marks=pytest.mark.soak) for each in ("seal", "writable"))]
+    "damage", ["file", "nan", *(pytest.param(each, marks=pytest.mark.soak) for each in ("seal", "writable", "rewind"))]
 )
-def test_damaged_state_is_not_used(campaign: Arena, damage: str, tmp_path: Path) -> None:
-    """Without a seal, with a shorter file, or in a folder that others may write, the checkpoint is read."""
+def test_unusable_state_is_not_used(campaign: Arena, damage: str, tmp_path: Path) -> None:
+    """A shorter file, weights that became NaN, no seal, a folder that others may write, and the branch that a rewind left.
+
+    The checkpoint is read.
+    """
     run = f"memory-{damage}"
     spec = spec_of(campaign, run, every_steps=10, memory=str(tmp_path))  # other tests share the user's folder
     launch = campaign.launch(spec)
     launch.wait_for("checkpoint", 2)
     time.sleep(0.2)
-    launch.signal_all(signal.SIGKILL)
     launch.destroy()
     folder = memory_folder(spec)
     assert folder is not None
     assert read_states(folder)
-    for slot in folder.glob("*/*-*"):
-        if damage == "seal":
-            (slot / "rank-00001.sealed").unlink()
-        elif damage == "file":
-            os.truncate(slot / "rng-00000.pt", 100)
-    if damage == "writable":
-        folder.parent.chmod(0o777)
+    damage_states(folder, damage)
+    if damage == "rewind":
+        rewind_run(campaign.lakehouse, run, nonce="back", step=10, spec=spec)
     try:
         again = campaign.launch(spec, takeover=True)
-        again.wait_for("attempt")
+        first = again.wait_for("attempt")["step"]
     finally:
         folder.parent.chmod(0o700)
-    assert again.wait() == 0, again.stderr
+    check_run(campaign, run, again)
     assert campaign.rows(run, ClaimRow)[-1].memory_of == 0
-    assert again.of("attempt")[0]["step"] % 10 == 0
-    assert campaign.journal(run) == campaign.journal("reference")
+    assert first == 10 if damage == "rewind" else again.of("attempt")[-1]["step"] % 10 == 0
+    assert len(again.of("attempt")) == (2 if damage == "nan" else 1)  # it is found when it is loaded
 
 
+@pytest.mark.slow
 def test_full_memory_ends_no_run(campaign: Arena, small_disk: Path) -> None:
     """The first state does not fit: the run warns, keeps none, and a restart reads the last checkpoint."""
     run = "memory-full"
@@ -240,21 +252,6 @@ def test_read_only_folder_ends_no_run(campaign: Arena, small_disk: Path) -> None
     assert any("checkpoint.memory" in event["message"] for event in launch.of("warning"))
 
 
-@pytest.mark.soak
-def test_rewind_leaves_memory_behind(campaign: Arena) -> None:
-    """A state of the branch that a rewind abandons is not used, although it is newer than the new head."""
-    run = "memory-rewound"
-    spec = spec_of(campaign, run, every_steps=10)
-    launch = campaign.launch(spec)
-    launch.wait_for("checkpoint", 2)
-    time.sleep(0.2)
-    launch.destroy()
-    rewind_run(campaign.lakehouse, run, nonce="back", step=10, spec=spec)
-    again = campaign.launch(spec, takeover=True)
-    assert again.wait_for("attempt")["step"] == 10
-    check_run(campaign, run, again)
-
-
 @pytest.mark.parametrize("damaged", ["manifest", pytest.param("folder", marks=pytest.mark.soak)])
 @pytest.mark.parametrize("only", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_damaged_head_leaves_memory(campaign: Arena, damaged: str, only: bool) -> None:
@@ -306,24 +303,6 @@ def test_wrong_model_leaves_state(campaign: Arena) -> None:
     check_run(campaign, run, again)
     assert {row.memory_step for row in campaign.rows(run, ClaimRow)} == {0, 23}
     assert repeated_rows(campaign, run) == 0
-
-
-@pytest.mark.slow
-def test_nonfinite_state_is_not_trained_on(campaign: Arena) -> None:
-    """A state whose weights became NaN is removed when it is read, and the checkpoint before is read."""
-    run = "memory-nan"
-    spec = spec_of(campaign, run, "train_tiny.py", every_steps=10)
-    launch = campaign.launch(spec)
-    launch.wait_for("checkpoint", 1)
-    time.sleep(0.2)
-    launch.destroy()
-    folder = memory_folder(spec)
-    assert folder is not None
-    for state in read_states(folder):
-        _poison(state.folder / "torch-state.pt")
-    again = campaign.launch(spec, takeover=True)
-    check_run(campaign, run, again)
-    assert [row.memory_of for row in campaign.rows(run, ClaimRow)] == [0, 1, 0]
 
 
 def repeated_rows(arena: Arena, run: str) -> int:
@@ -382,7 +361,11 @@ def _poison(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "engine", ["zero1", *(pytest.param(each, marks=pytest.mark.soak) for each in ("zero0", "zero2", "zero3", "dcp"))]
+    "engine",
+    [
+        pytest.param("zero1", marks=pytest.mark.slow),
+        *(pytest.param(each, marks=pytest.mark.soak) for each in ("zero0", "zero2", "zero3", "dcp")),
+    ],
 )
 def test_every_engine_resumes_from_memory(campaign: Arena, engine: str) -> None:
     """Sharded states are kept by all ranks, and found whole."""

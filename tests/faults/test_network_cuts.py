@@ -29,34 +29,30 @@ def network(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
         yield opened
 
 
+@pytest.mark.parametrize("how", ["lost", "isolated"])
 @pytest.mark.parametrize("who", ["the leader", "another one"])
-def test_lost_node_is_replaced(network: Network, who: str) -> None:
-    """Three nodes train, then two, then three again."""
-    spec = network.job("lost-for-good", "2:3", pause_s=0.4)  # the newcomer comes in time, also on a busy node
+def test_missing_node_is_replaced(network: Network, who: str, how: str) -> None:
+    """Three nodes train, then two, then three again: with a new node, or with the unplugged one, which is plugged in again.
+
+    An isolated node commits nothing and ends its ranks.
+    """
+    pause = {"pause_s": 0.4} if how == "lost" else {}  # the newcomer comes in time, also on a busy node
+    spec = network.job(f"node-{how}", "2:3", **pause)
     for name in ("a", "b", "c"):
         network.join(f"dlac-{name}", spec)
     wait_for_checkpoint(network.arena, spec.run, 3)
     leader = network.leader()
-    network.lose(leader if who == "the leader" else next(each for each in network.launches if each is not leader))
+    node = leader if who == "the leader" else next(each for each in network.launches if each is not leader)
+    if how == "lost":
+        network.lose(node)
+    else:
+        node.unplug()
     wait_for_checkpoint(network.arena, spec.run, 2)
-    network.join("dlac-d", spec)
-    network.check_finished()
-    check_exact(network.arena, spec.run, [3, 2, 3], batch_size=BATCH)
-
-
-@pytest.mark.parametrize("who", ["the leader", "another one"])
-def test_isolated_node_rejoins(network: Network, who: str) -> None:
-    """An unplugged node commits nothing and ends its ranks, and its peers resume. Plugged in again, it rejoins."""
-    spec = network.job("away", "2:3")
-    for name in ("a", "b", "c"):
-        network.join(f"dlac-{name}", spec)
-    wait_for_checkpoint(network.arena, spec.run, 3)
-    leader = network.leader()
-    isolated = leader if who == "the leader" else next(each for each in network.launches if each is not leader)
-    isolated.unplug()
-    wait_for_checkpoint(network.arena, spec.run, 2)
-    wait_until(lambda: network.launches[isolated].ranks() == [], what="the end of the isolated node's ranks")
-    isolated.plug()
+    if how == "lost":
+        network.join("dlac-d", spec)
+    else:
+        wait_until(lambda: network.launches[node].ranks() == [], what="the end of the isolated node's ranks")
+        node.plug()
     network.check_finished()
     check_exact(network.arena, spec.run, [3, 2, 3], batch_size=BATCH)
 

@@ -150,32 +150,51 @@ def test_stop_ends_all_nodes(campaign: Arena, two_node_job: JobSpec) -> None:
 
 
 @pytest.mark.soak
-def test_stop_ends_spare_node(campaign: Arena) -> None:
-    """A spare node does not resume a run that a person has stopped."""
-    spec = job(campaign, "stop-with-spare", nodes="2", passes=20)
+@pytest.mark.parametrize("what", ["loss", "stop", "end"])
+def test_spare_node_waits(campaign: Arena, what: str) -> None:
+    """One of three nodes waits while two train. It joins when one is lost, and ends with a run that finishes or is stopped."""
+    spec = job(campaign, f"spare-{what}", nodes="2", passes=20 if what == "stop" else 1)
     leader, other = train_together(campaign, spec)
     spare = campaign.launch(spec)
-    wait_for_spare(spec, Ledger(campaign.lakehouse).table_uuid)
-    os.kill(leader.process.pid, signal.SIGTERM)
-    for launch in (leader, other, spare):
-        assert launch.wait() == 0, launch.stderr
-        assert launch.of("ended")[0]["ending"] == "stopped"
-    assert not spare.of("attempt")
-    assert len(campaign.rows(spec.run, ClaimRow)) == 1
+    if what == "loss":
+        other.destroy()
+    if what == "stop":
+        wait_for_spare(spec, Ledger(campaign.lakehouse).table_uuid)
+        os.kill(leader.process.pid, signal.SIGTERM)
+    launches = [leader, spare] if what == "loss" else [leader, other, spare]
+    codes = [launch.wait() for launch in launches]
+    may_be_late = what == "end" and codes[-1] == RunFinished.exit_code  # it started after the end
+    assert not any(codes[:-1] if may_be_late else codes), [launch.stderr for launch in launches]
+    assert bool(spare.of("attempt")) == (what == "loss")
+    if what == "loss":
+        check_exact(campaign, spec.run, [2])
+    if what == "stop":
+        assert [launch.of("ended")[0]["ending"] for launch in launches] == ["stopped"] * 3
+        assert len(campaign.rows(spec.run, ClaimRow)) == 1
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("has_time", [True, False])
 @pytest.mark.parametrize("who", ["the leader", "the other"])
-def test_preempted_rank_ends_its_node(campaign: Arena, two_node_job: JobSpec, who: str) -> None:
-    """One of several spot instances is preempted: all ranks save a checkpoint, and the remaining node resumes."""
-    leader, other = train_together(campaign, two_node_job)
+def test_preempted_rank_ends_its_node(campaign: Arena, two_node_job: JobSpec, who: str, has_time: bool) -> None:
+    """One of several spot instances is preempted: all ranks save a checkpoint, and the remaining node resumes.
+
+    If no checkpoint can be committed by the deadline, it repeats all steps since the last one.
+    """
+    run, env = two_node_job.run, {} if has_time else {"EXPECTED_S": "3600"}
+    leader, other = train_together(campaign, job(campaign, run, program="train_slow_commit.py", env=env))
     leaves, stays = (leader, other) if who == "the leader" else (other, leader)
     os.kill(leaves.of("attempt")[-1]["pids"][0], signal.SIGUSR1)
-    assert leaves.wait() == 0, leaves.stderr
-    assert stays.wait() == 0, stays.stderr
+    assert [launch.wait() for launch in (leaves, stays)] == [0, 0], (leaves.stderr, stays.stderr)
     assert (leaves.of("ended")[0]["ending"], stays.of("ended")[0]["ending"]) == ("stopped", "finished")
-    check_exact(campaign, two_node_job.run, [2, 1])
-    assert not stays.of("failure")
+    check_exact(campaign, run, [2, 1])
+    if has_time:
+        assert not stays.of("failure")
+    else:
+        (event,) = leader.of("preempted")
+        (left,) = [each for each in recoveries_of(campaign.lakehouse, run) if each.cause.startswith("leaving: node ")]
+        assert left.rows_replayed == event["lost_rows"] > 0
+        assert left.work_lost_s
 
 
 @pytest.mark.soak
@@ -187,30 +206,6 @@ def test_node_of_other_job_is_refused(campaign: Arena) -> None:
     assert [launch.wait() for launch in launches] == [SpecInvalid.exit_code] * 2
     assert "found another one on" in launches[0].of("error")[0]["message"]
     assert campaign.rows("unlike") == []
-
-
-@pytest.mark.soak
-def test_spare_node_replaces_lost_node(campaign: Arena) -> None:
-    """One of three nodes waits while two train. It joins when a node is lost, or ends with the run."""
-    spec = job(campaign, "one-too-many", nodes="2")
-    leader, other = train_together(campaign, spec)
-    spare = campaign.launch(spec)
-    other.destroy()
-    assert leader.wait() == 0, leader.stderr
-    assert spare.wait() == 0, spare.stderr
-    assert spare.of("attempt")
-    check_exact(campaign, spec.run, [2])
-
-
-@pytest.mark.soak
-def test_late_spare_ends_with_run(campaign: Arena) -> None:
-    """A node that waits beside a full round ends with the run, in seconds, and not after the rendezvous timeout."""
-    spec = job(campaign, "too-late", nodes="2")
-    leader, other = train_together(campaign, spec)
-    spare = campaign.launch(spec)
-    assert (leader.wait(), other.wait()) == (0, 0)
-    assert spare.wait() in (0, RunFinished.exit_code), spare.stderr  # the latter if it started after the end
-    assert not spare.of("attempt")
 
 
 def test_too_few_nodes_are_reported(campaign: Arena) -> None:
@@ -240,19 +235,3 @@ def test_early_node_waits_for_first_checkpoint(campaign: Arena) -> None:
     (met,) = first.of("recovered")
     assert (met["cause"], met["rows_replayed"], met["work_lost_s"]) == ("more nodes have come", 0, 0.0)
     check_exact(campaign, spec.run, [1, 2])
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("who", ["the leader", "the other"])
-def test_preemption_without_time_is_recorded(campaign: Arena, who: str) -> None:
-    """No checkpoint can be committed by the deadline. The others repeat all steps since the last one."""
-    run = f"no-time-{who.replace(' ', '-')}"
-    leader, other = train_together(campaign, job(campaign, run, program="train_no_time.py"))
-    leaves, stays = (leader, other) if who == "the leader" else (other, leader)
-    os.kill(leaves.of("attempt")[-1]["pids"][0], signal.SIGUSR1)
-    assert [launch.wait() for launch in (leaves, stays)] == [0, 0], (leaves.stderr, stays.stderr)
-    (event,) = leader.of("preempted")
-    (left,) = [each for each in recoveries_of(campaign.lakehouse, run) if each.cause.startswith("leaving: node ")]
-    assert left.rows_replayed == event["lost_rows"] > 0
-    assert left.work_lost_s
-    check_exact(campaign, run, [2, 1])

@@ -19,8 +19,7 @@ from tests.conftest import wait_until
 from tests.faults.undisturbed import check_rows_of_a_pass
 
 if TYPE_CHECKING:
-    from tests.faults.undisturbed import check_rows_of_a_pass
-from tests.conftest import Arena, Launch
+    from tests.conftest import Arena, Launch
 
 TRAINING: dict[str, Any] = {"passes": 1, "pause_s": 0.1}
 
@@ -66,29 +65,43 @@ def finish_exactly(campaign: Arena, run: str) -> Launch:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
-def test_signal_to_one_rank_reaches_all(campaign: Arena, number: signal.Signals) -> None:
-    """Both ranks exit after one checkpoint of the same step. The supervisor does not launch them again."""
-    run = f"told-by-{number.name}"
-    launch = campaign.launch(campaign.spec(run, **TRAINING))
-    launch.wait_for("checkpoint")
-    ranks = launch.ranks()
-    os.kill(ranks[1].pid, number)
-    assert launch.wait() == 0, launch.stderr
-    check_gone(ranks)
+@pytest.mark.parametrize(
+    ("to", "notice"),
+    [
+        ("a rank", "SIGUSR1"),
+        ("a rank", "SIGTERM"),
+        ("the tree", "SIGTERM"),
+        ("the spawned tree", "SIGTERM"),
+        ("the url", "termination_url"),
+    ],
+)
+def test_notice_makes_one_checkpoint(campaign: Arena, to: str, notice: str) -> None:
+    """A signal to one rank, or to the whole tree as of batch systems, or status 200 of the URL with its headers.
+
+    All ranks exit after one checkpoint of the same step. The supervisor does not launch them again.
+    """
+    run, start = f"told-{to.replace(' ', '-')}-{notice}", "spawn" if "spawned" in to else "fork"
+    with metadata_server() as (url, gone, tokens):
+        endpoint = {"termination_url": url, "termination_headers": {"X-Token": "abc"}} if "url" in to else {}
+        launch = campaign.launch(campaign.spec(run, start=start, **endpoint, **TRAINING))
+        launch.wait_for("checkpoint", 2 if endpoint else 1)
+        tree = [psutil.Process(launch.process.pid), *psutil.Process(launch.process.pid).children(recursive=True)]
+        assert len(tree) == (5 if start == "fork" else 4)
+        if endpoint:
+            gone.set()
+        else:
+            for process in [launch.ranks()[1]] if to == "a rank" else tree:
+                process.send_signal(signal.Signals[notice])
+        assert launch.wait() == 0, launch.stderr
+    check_gone(tree)
+    assert set(tokens) == ({"abc"} if endpoint else set())
     (preempted,) = launch.of("preempted")
-    assert (preempted["notice"], preempted["committed"], preempted["lost_steps"], preempted["lost_rows"]) == (
-        number.name,
-        True,
-        0,
-        0,
-    )
-    assert preempted["deadline_s"] == 20.0
+    facts = [preempted[name] for name in ("notice", "committed", "lost_steps", "lost_rows", "deadline_s")]
+    assert facts == [notice, True, 0, 0, 20.0]
     assert launch.of("ended")[0]["ending"] == "stopped"
-    assert launch.of("checkpoint")[-1]["reason"] == number.name
+    assert launch.of("checkpoint")[-1]["reason"] == notice
     assert campaign.lineage(run)[-1].step == preempted["step"] < 63
-    again = finish_exactly(campaign, run)
-    assert again.of("attempt")[0]["step"] == preempted["step"]
+    assert finish_exactly(campaign, run).of("attempt")[0]["step"] == preempted["step"]
 
 
 def test_stop_before_training_is_no_failure(campaign: Arena) -> None:
@@ -103,25 +116,6 @@ def test_stop_before_training_is_no_failure(campaign: Arena) -> None:
     assert recoveries_of(campaign.lakehouse, run) == []
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("start", ["fork", "spawn"])
-def test_signal_to_process_tree_makes_checkpoint(campaign: Arena, start: str) -> None:
-    """Shutdowns and batch systems signal the whole tree, with the fork server and multiprocessing's resource tracker."""
-    run = f"whole-tree-{start}"
-    launch = campaign.launch(campaign.spec(run, start=start, **TRAINING))
-    launch.wait_for("checkpoint")
-    tree = [psutil.Process(launch.process.pid), *psutil.Process(launch.process.pid).children(recursive=True)]
-    assert len(tree) == (5 if start == "fork" else 4)
-    for process in tree:
-        process.send_signal(signal.SIGTERM)
-    assert launch.wait() == 0, launch.stderr
-    check_gone(tree)
-    (preempted,) = launch.of("preempted")
-    assert (preempted["notice"], preempted["committed"], preempted["lost_steps"]) == ("SIGTERM", True, 0)
-    assert campaign.lineage(run)[-1].step == preempted["step"] < 63
-    finish_exactly(campaign, run)
-
-
 @pytest.mark.slow
 def test_own_handler_leaves_preemption(campaign: Arena) -> None:
     """The script has a handler of SIGTERM: it is called, and the run still stops after a checkpoint."""
@@ -134,24 +128,6 @@ def test_own_handler_leaves_preemption(campaign: Arena) -> None:
     assert campaign.lineage(run)[-1].step == launch.of("stopped")[0]["step"]
     (log,) = (campaign.home / "checkpoints" / run).glob("launch-*/rank-00000.log")
     assert "SIGTERM is handled by the script" in log.read_text()
-
-
-@pytest.mark.soak
-def test_termination_url_gets_its_headers(campaign: Arena) -> None:
-    """Nothing happens while it answers 404. Once it answers 200 the run exits after a checkpoint."""
-    run = "told-by-url"
-    with metadata_server() as (url, gone, tokens):
-        spec = campaign.spec(run, termination_url=url, termination_headers={"X-Token": "abc"}, **TRAINING)
-        launch = campaign.launch(spec)
-        launch.wait_for("checkpoint", 2)
-        assert tokens
-        gone.set()
-        assert launch.wait() == 0, launch.stderr
-    assert set(tokens) == {"abc"}
-    (preempted,) = launch.of("preempted")
-    assert (preempted["notice"], preempted["committed"]) == ("termination_url", True)
-    assert campaign.lineage(run)[-1].step == preempted["step"]
-    finish_exactly(campaign, run)
 
 
 @pytest.mark.soak

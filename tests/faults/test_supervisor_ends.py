@@ -58,13 +58,18 @@ def test_killed_supervisor_ends_ranks(campaign: Arena) -> None:
 
 
 @pytest.mark.parametrize(
-    "number",
-    [signal.SIGTERM, *(pytest.param(other, marks=pytest.mark.soak) for other in (signal.SIGUSR1, signal.SIGHUP))],
+    ("number", "mode"),
+    [
+        (signal.SIGTERM, "synchronous"),
+        pytest.param(signal.SIGTERM, "asynchronous", marks=pytest.mark.soak),
+        pytest.param(signal.SIGUSR1, "synchronous", marks=pytest.mark.soak),
+        pytest.param(signal.SIGHUP, "synchronous", marks=pytest.mark.soak),
+    ],
 )
-def test_stop_makes_checkpoint_and_ends(campaign: Arena, number: signal.Signals) -> None:
+def test_stop_makes_checkpoint_and_ends(campaign: Arena, number: signal.Signals, mode: str) -> None:
     """After a signal that ends a launch the run saves a checkpoint. The next launch resumes there and repeats nothing."""
-    run = f"stopped-by-{number.name}"
-    launch = campaign.launch(campaign.spec(run, steps=STEPS, pause_s=0.2))
+    run = f"stopped-by-{number.name}-{mode}"
+    launch = campaign.launch(campaign.spec(run, steps=STEPS, pause_s=0.1, mode=mode))
     launch.wait_for("checkpoint")
     os.kill(launch.process.pid, number)
     assert launch.wait() == 0, launch.stderr
@@ -102,14 +107,3 @@ def test_death_of_orchestrator_is_stop(campaign: Arena) -> None:
     wait_until_gone(ranks)
     assert launch.of("ended")[0]["ending"] == "stopped"
     assert campaign.lineage(run)[-1].step == launch.of("ended")[0]["step"] < 125
-
-
-@pytest.mark.soak
-def test_stop_during_start_is_orderly(campaign: Arena) -> None:
-    """A stop before a rank can receive it ends the launch as stopped. No step is lost."""
-    run = "stopped-while-starting"
-    launch = campaign.launch(campaign.spec(run))
-    launch.wait_for("attempt")
-    os.kill(launch.process.pid, signal.SIGTERM)
-    assert launch.wait() == 0, launch.events
-    assert launch.of("ended")[0]["ending"] == "stopped"

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
-from dlac_pipeline.lakehouse.ledger.typed_rows import FinishRow, LedgerRow
+from dlac_pipeline.lakehouse.ledger.typed_rows import FinishRow, LedgerRow, RetireRow
+from tests.faults.undisturbed import STEPS, check_rows_of_a_pass
 
 if TYPE_CHECKING:
     from tests.conftest import Arena, Launch
@@ -60,29 +61,38 @@ def test_frozen_attempt_is_fenced_by_takeover(campaign: Arena) -> None:
     assert campaign.losses(run) == campaign.losses("reference")
 
 
+def files_of(campaign: Arena, run: str) -> dict[str, int]:
+    """Return the files of a run's checkpoints, with their sizes."""
+    folder = campaign.home / "checkpoints" / run
+    return {str(path): path.stat().st_size for path in folder.rglob("attempt-*/**/*") if path.is_file()}
+
+
 def test_frozen_coordinator_cannot_commit(campaign: Arena) -> None:
-    """It has verified that it owns the run. The run is then taken over and finished, and its commit is still refused."""
-    run = "zombie-in-commit"
-    spec = campaign.spec(run, "train_sabotaged.py", env={"SABOTAGE": "stop-before-commit@20"}, passes=1)
+    """It has verified that it owns the run. The run is then taken over and finished, and its commit is still refused.
+
+    The commit would retire the first checkpoint. Every file stays.
+    """
+    run, env = "zombie-in-commit", {"SABOTAGE": "stop-before-commit@30"}
+    spec = campaign.spec(run, "train_sabotaged.py", env=env, passes=1, keep_last=2)
     old = campaign.launch(spec)
-    old.wait_for("checkpoint")
+    old.wait_for("checkpoint", 2)
     coordinator = psutil.Process(old.of("attempt")[0]["pids"][0])
     while coordinator.status() != psutil.STATUS_STOPPED:
         assert old.process.poll() is None
     ranks = freeze(old)
 
-    new = campaign.launch(spec, takeover=True)
+    keeping = spec.model_copy(update={"checkpoint": spec.checkpoint.model_copy(update={"keep_last": 0})})
+    new = campaign.launch(keeping, takeover=True)
     assert new.wait() == 0, new.stderr
-    before = campaign.rows(run)
+    before, files = campaign.rows(run), files_of(campaign, run)
     old.signal_all(signal.SIGCONT)
     check_refused(old, ranks)
     assert campaign.rows(run) == before
-    assert [row.step for row in campaign.lineage(run)] == [10, 20, 30, 40, 50, 60, 63]
-    assert [row.attempt for row in campaign.lineage(run)] == [1, 2, 2, 2, 2, 2, 2]
-    reference = campaign.journal("reference")
-    assert {step: rows for step, rows in campaign.journal(run).items() if step < 63} == {
-        s: reference[s] for s in range(1, 63)
-    }
+    assert not [row for row in before if isinstance(row, RetireRow)]
+    assert files_of(campaign, run) == files
+    assert [row.step for row in campaign.lineage(run)] == STEPS
+    assert [row.attempt for row in campaign.lineage(run)] == [1, 1, 2, 2, 2, 2, 2]
+    check_rows_of_a_pass(campaign, run)
 
 
 @pytest.mark.soak

@@ -27,31 +27,26 @@ def results() -> Any:
 
 
 def test_batches_are_copied_on_own_stream(results: Any) -> None:
-    """The copies run on their own stream, and the host does not wait. The computation waits for them, and keeps their memory."""
+    """The copies run on their own stream, and the host does not wait. The computation waits for them, and keeps their memory.
+
+    The reader reuses pageable memory, so an unfinished copy would have other rows in it. Neither a `Batch` nor a dict copies
+    `valid` again for a mean. Every batch needs its cursors on the host, for the state.
+    """
+    found = results["batches"]
     one = ["copied to fake on copies"] * 3 + ["default waits for copies"] + ["used on default"] * 3
-    assert results["batches"]["copied"] == one + one
-    assert results["batches"]["tokens"] == [[[1, 2, 3], [4, 5, 6]], [[2, 3, 4], [5, 6, 7]]]
-
-
-def test_pageable_memory_is_waited_for(results: Any) -> None:
-    """The reader reuses such memory, so an unfinished copy would have other rows in it."""
-    assert results["batches"]["pageable"][:3] == ["waited for a copy to fake on copies"] * 3
-
-
-def test_mean_needs_no_wait(results: Any) -> None:
-    """`valid` is on the device of the losses. Neither a `Batch` nor a dict copies it again."""
-    assert (results["batches"]["mean"], results["batches"]["computed"]) == (2.0, [])
-    assert results["batches"]["as_batch"] == 4.0
-
-
-def test_cursors_stay_on_host(results: Any) -> None:
-    """Every batch needs them for the state."""
-    assert results["batches"]["devices"] == ["fake"]
-    assert results["batches"]["dict"] == ["fake", "fake", "cpu"]
+    assert found["copied"] == one + one
+    assert found["tokens"] == [[[1, 2, 3], [4, 5, 6]], [[2, 3, 4], [5, 6, 7]]]
+    assert found["pageable"][:3] == ["waited for a copy to fake on copies"] * 3
+    assert (found["mean"], found["computed"], found["as_batch"]) == (2.0, [], 4.0)
+    assert (found["devices"], found["dict"]) == (["fake"], ["fake", "fake", "cpu"])
 
 
 def test_loss_is_read_late(results: Any) -> None:
-    """After the first step each loss is read in a later step. A flush reads all of them."""
+    """After the first step each loss is read in a later step. A flush reads all of them.
+
+    An attempt after a failure waits, so that it gets a device error in the step of its rows. A rank whose loss is a number,
+    such as a pipeline stage, sends messages for the same steps as every rank.
+    """
     losses = results["losses"]
     assert losses["beats"] == [[2, 1, [1.0]], [4, 2, [2.0]]]
     assert losses["flushed"] == [[6, [3.0, 4.0, 5.0, 6.0]]]
@@ -59,16 +54,7 @@ def test_loss_is_read_late(results: Any) -> None:
     assert waits == [1, 3]
     assert all("copied to cpu on default" in log for log in losses["read_at"])
     assert not any("waited for a number" in log for log in losses["read_at"])
-
-
-def test_loss_can_be_waited_for(results: Any) -> None:
-    """An attempt after a failure gets a device error in the step of its rows."""
-    waiting = results["waiting"]
-    assert ["waited for a number" in log for log in waiting] == [True, True, False, False]
-
-
-def test_ranks_agree_on_late_losses(results: Any) -> None:
-    """A rank whose loss is a number, such as a pipeline stage, sends messages for the same steps as every rank."""
+    assert ["waited for a number" in log for log in results["waiting"]] == [True, True, False, False]
     assert results["mixed"] == [[None, None], [[1, [2.0]]] * 2, [None, None], [[2, [4.0]]] * 2]
 
 

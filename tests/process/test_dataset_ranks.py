@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from itertools import chain
 from pathlib import Path
-from secrets import token_hex
 from typing import Any
 
 import numpy as np
@@ -20,19 +16,28 @@ from dlac_pipeline.extensions.dataset import open_dataset
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from tests.empty_lakehouse import empty_lakehouse
-from tests.forked import Forked
+from tests.engine_ranks import run_program
 
 ROOT = Path(__file__).parents[2]
 SETTINGS: dict[str, Any] = {"table": "src.t", "columns": ["tokens"], "length": 16, "batch_size": 8, "key_groups": 2}
-PROGRAM = """
+OPENED = """
 import json, sys
+import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 from dlac_pipeline.extensions.dataset import open_dataset
 
 folder, workers, settings = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
-rank, world_size, store = int(sys.argv[4]), int(sys.argv[5]), sys.argv[6]
-dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+dist.init_process_group("gloo")
 dataset = open_dataset(home=folder, **settings)
+"""
+ENDED = """
+with open(f"{folder}/rank-{dist.get_rank()}.json", "w") as stream:
+    json.dump(saying, stream)
+dist.destroy_process_group()
+"""
+PROGRAM = """
 steps, state = [], None
 for batch in dataset.loader(num_workers=workers):
     about = batch["dlac"]
@@ -42,24 +47,10 @@ for batch in dataset.loader(num_workers=workers):
     dist.barrier()
 place = [dataset.coordinate.index, dataset.coordinate.count]
 saying = {"steps": steps, "state": state, "place": place, "end": dataset.gathered_state()}
-with open(f"{folder}/rank-{dist.get_rank()}.json", "w") as stream:
-    json.dump(saying, stream)
-dist.destroy_process_group()
 """
 
 
 PLAIN_LOOP = """
-import json, sys
-import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
-from dlac_pipeline.extensions.dataset import open_dataset
-
-folder, workers, settings = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
-rank, world_size, store = int(sys.argv[4]), int(sys.argv[5]), sys.argv[6]
-dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
-dataset = open_dataset(home=folder, **settings)
 column = settings["columns"][0]
 model = DistributedDataParallel(torch.nn.Linear(1, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
@@ -71,9 +62,6 @@ for batch in DataLoader(dataset, batch_size=None, num_workers=workers):
     loss.backward()
     optimizer.step()
 saying = {"rows": rows, "weights": [each.flatten().tolist() for each in model.parameters()]}
-with open(f"{folder}/rank-{dist.get_rank()}.json", "w") as stream:
-    json.dump(saying, stream)
-dist.destroy_process_group()
 """
 
 
@@ -91,15 +79,10 @@ def lakehouse(tmp_path: Path) -> Lakehouse:
 
 def run(folder: Path, world_size: int, workers: int, program: str = PROGRAM, **settings: Any) -> list[dict[str, Any]]:
     """Return the report of each rank after its last batch."""
-    ranks, store = [], f"{folder}/{token_hex(4)}"
-    for rank in range(world_size):
-        env = {**os.environ, "PYTHONPATH": str(ROOT)}
-        reports = [str(folder), str(workers), json.dumps({**SETTINGS, **settings}), str(rank), str(world_size), store]
-        command = [sys.executable, "-c", program, *reports]
-        ranks.append(Forked(command, env=env, stderr=subprocess.PIPE, text=True))
-    errors = [rank.communicate(timeout=200)[1] for rank in ranks]
-    if any(rank.returncode for rank in ranks):
-        raise RuntimeError("\n".join(errors))
+    arguments = (str(folder), str(workers), json.dumps({**SETTINGS, **settings}))
+    ranks = run_program(world_size, "-c", OPENED + program + ENDED, *arguments, PYTHONPATH=str(ROOT))
+    if any(ranks.codes):
+        raise RuntimeError("\n".join(ranks.stderr))
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(world_size)]
 
 

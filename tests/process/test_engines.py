@@ -25,17 +25,10 @@ from tests.engine_ranks import STEPS, Saved, assert_same, run_program, save
 pytestmark = pytest.mark.timeout(900)  # each test starts several processes several times
 
 ZERO = [
-    ("zero0", "fp32"),
-    ("zero0", "bf16"),
-    ("zero0", "fp16"),
-    ("zero1", "fp32"),
-    ("zero1", "bf16"),
-    ("zero1", "fp16"),
-    ("zero2", "fp32"),
-    ("zero2", "bf16"),
-    ("zero3", "fp32"),
-    ("zero3", "bf16"),
-    ("zero3", "fp16"),
+    (f"zero{stage}", precision)
+    for stage in range(4)
+    for precision in ("fp32", "bf16", "fp16")
+    if (stage, precision) != (2, "fp16")
 ]
 
 
@@ -165,58 +158,33 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.nn import BatchNorm1d
 from torch.nn.parallel import DistributedDataParallel
 import dlac_pipeline as dlac
-from dlac_pipeline.checkpoint.stage.copies import Direct
-
-dist.init_process_group("gloo")
-rank, folder = dist.get_rank(), Path(sys.argv[1])
-for engine in (dlac.TorchState, dlac.DistributedState):
-    layers = lambda: (torch.nn.Linear(2, 2), BatchNorm1d(2), checkpoint_wrapper(BatchNorm1d(2)))
-    models = [torch.nn.Sequential(*layers()) for _ in range(2)]
-    first, again = (DistributedDataParallel(each, broadcast_buffers=False) for each in models)
-    first(torch.arange(8.0).reshape(4, 2) * (rank + 1)).sum().backward()
-    (saved := folder / engine.__name__).mkdir(exist_ok=True)
-    engine(model=first).save(saved, Direct().write)
-    dist.barrier()
-    engine(model=again).load(saved, saved_world_size=2)
-    for name, value in first.state_dict().items():
-        assert torch.equal(again.state_dict()[name], value), name
-    means = [torch.zeros(2) for _ in range(2)]
-    dist.all_gather(means, models[1][1].running_mean)
-    assert not torch.equal(*means)
-dist.destroy_process_group()
-"""
-
-
-def test_buffers_of_ranks_are_restored(tmp_path: Path) -> None:
-    """Each rank gets its own running mean of a BatchNorm back, where nothing synchronizes them, also in a wrapper."""
-    program = tmp_path / "program.py"
-    program.write_text(OWN_BUFFERS)
-    ranks = run_program(2, str(program), str(tmp_path))
-    assert not any(ranks.codes), ranks.stderr
-
-
-DEEPSPEED_BUFFERS = """
-import sys
-from pathlib import Path
-import deepspeed
-import torch
-import torch.distributed as dist
 from dlac_pipeline.checkpoint.engines import adapt, prepare_engines
 from dlac_pipeline.checkpoint.stage.copies import Direct
 
+CONFIG = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}
+
+def wrap(model):
+    if sys.argv[2] != "deepspeed":
+        return DistributedDataParallel(model, broadcast_buffers=False)
+    import deepspeed
+    return deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=CONFIG)[0]
+
+def engine_of(wrapped):
+    return adapt(wrapped) if sys.argv[2] == "deepspeed" else getattr(dlac, sys.argv[2])(model=wrapped)
+
 dist.init_process_group("gloo")
-prepare_engines()
+if sys.argv[2] == "deepspeed":
+    prepare_engines()
 rank, folder = dist.get_rank(), Path(sys.argv[1])
-models = [torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)) for _ in range(2)]
-config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}
-first, again = (
-    deepspeed.initialize(model=each, optimizer=torch.optim.AdamW(each.parameters()), config=config)[0] for each in models
-)
-first.backward(first(torch.arange(8.0).reshape(4, 2) * (rank + 1)).sum())
-first.step()
-adapt(first).save(folder, Direct().write)
+layers = lambda: (torch.nn.Linear(2, 2), BatchNorm1d(2), checkpoint_wrapper(BatchNorm1d(2)))
+models = [torch.nn.Sequential(*layers()) for _ in range(2)]
+first, again = map(wrap, models)
+loss = first(torch.arange(8.0).reshape(4, 2) * (rank + 1)).sum()
+first.backward(loss) if sys.argv[2] == "deepspeed" else loss.backward()
+first.step() if sys.argv[2] == "deepspeed" else None
+engine_of(first).save(folder, Direct().write)
 dist.barrier()
-adapt(again).load(folder, saved_world_size=2)
+engine_of(again).load(folder, saved_world_size=2)
 for name, value in models[0].state_dict().items():
     assert torch.equal(models[1].state_dict()[name], value), name
 means = [torch.zeros(2) for _ in range(2)]
@@ -226,13 +194,23 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.slow
-def test_deepspeed_restores_buffers_of_ranks(tmp_path: Path) -> None:
-    """DeepSpeed saves those of the first rank, and makes none equal."""
-    program = tmp_path / "program.py"
-    program.write_text(DEEPSPEED_BUFFERS)
-    ranks = run_program(2, str(program), str(tmp_path))
+def run_text(folder: Path, program: str, *arguments: str) -> None:
+    """Run a program with two ranks, which must succeed."""
+    path = folder / "program.py"
+    path.write_text(program)
+    ranks = run_program(2, str(path), str(folder), *arguments)
     assert not any(ranks.codes), ranks.stderr
+
+
+@pytest.mark.parametrize(
+    "engine", ["TorchState", "DistributedState", pytest.param("deepspeed", marks=pytest.mark.slow)]
+)
+def test_buffers_of_ranks_are_restored(tmp_path: Path, engine: str) -> None:
+    """Each rank gets its own running mean of a BatchNorm back, where nothing synchronizes them, also in a wrapper.
+
+    DeepSpeed itself saves those of the first rank, and makes none equal.
+    """
+    run_text(tmp_path, OWN_BUFFERS, engine)
 
 
 SHARDED_PART = """
@@ -268,10 +246,7 @@ dist.destroy_process_group()
 
 def test_sharded_part_is_refused(tmp_path: Path) -> None:
     """A second sharded model, or a plain tensor for a shard, would come back with the first rank's at all ranks."""
-    program = tmp_path / "program.py"
-    program.write_text(SHARDED_PART)
-    ranks = run_program(2, str(program), str(tmp_path))
-    assert not any(ranks.codes), ranks.stderr
+    run_text(tmp_path, SHARDED_PART)
 
 
 @pytest.fixture

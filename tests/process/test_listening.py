@@ -29,18 +29,18 @@ def listening(launch: Launch) -> Iterator[tuple[str, int]]:
 
 
 @pytest.mark.parametrize(
-    ("program", "start"),
+    ("env", "start"),
     [
-        ("train_tiny.py", "fork"),
-        pytest.param("train_tiny.py", "spawn", marks=pytest.mark.soak),
-        pytest.param("train_groups.py", "fork", marks=pytest.mark.soak),
-        pytest.param("train_groups.py", "spawn", marks=pytest.mark.soak),
+        ({}, "fork"),
+        pytest.param({}, "spawn", marks=pytest.mark.soak),
+        pytest.param({"OWN_GROUP": "1"}, "fork", marks=pytest.mark.soak),
+        pytest.param({"OWN_GROUP": "1"}, "spawn", marks=pytest.mark.soak),
     ],
 )
-def test_run_listens_on_loopback(arena: Arena, program: str, start: str) -> None:
+def test_run_listens_on_loopback(arena: Arena, env: dict[str, str], start: str) -> None:
     """The ranks' store and connections are on loopback, even if the script makes the process group."""
     arena.table()
-    launch = arena.launch(arena.spec("r", program, pause_s=0.5, start=start))
+    launch = arena.launch(arena.spec("r", pause_s=0.5, start=start, env=env))
     wait_until(lambda: bool(launch.of("step")), what="a step")
     found = set(listening(launch))
     launch.destroy()

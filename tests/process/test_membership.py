@@ -83,6 +83,15 @@ def plan_of(beat: NodeHeartbeat) -> RoundPlan:
     return plan
 
 
+def meet(start: Callable[..., NodeHeartbeat], settings: LaunchSpec, count: int = 2) -> list[NodeHeartbeat]:
+    """Let nodes form a round of a rank each, and return them with the leader first."""
+    beats = [start(settings, batch_size=6) for _ in range(count)]
+    for beat in beats:
+        beat.seek(offer("a"))
+    assert {plan_of(beat).world_size for beat in beats} == {count}
+    return sorted(beats, key=lambda beat: beat.place or 0)
+
+
 def has_announcement(node: Round) -> bool:
     """Return whether the leader's announcement is known."""
     return node.announced("resume") == {"step": 7}
@@ -140,11 +149,8 @@ def test_messages_reach_leader_and_back() -> None:
 
 def test_next_round_forgets_messages(start: Callable[..., NodeHeartbeat]) -> None:
     """Messages and announcements belong to their round."""
-    leader, other = start(launch("2")), start(launch("2"))
-    for beat in (leader, other):
-        beat.seek(offer("a"))
-    (number,) = {plan_of(beat).number for beat in (leader, other)}
-    first, second = (leader, other) if leader.leads else (other, leader)
+    first, second = meet(start, launch("2"))
+    (number,) = {plan_of(beat).number for beat in (first, second)}
     first.leadership.announce("resume", {"step": 1})
     second.publish({"step": 1})
     wait_until(lambda: second.round.announcements.get("resume") is not None, what="the announcement")
@@ -177,12 +183,7 @@ def test_survivor_leads_next_round(start: Callable[..., NodeHeartbeat]) -> None:
 def test_members_read_own_part(start: Callable[..., NodeHeartbeat], store: TCPStore) -> None:
     """A follower knows the leader, itself and the next node. A new leader waits for all members of the last round."""
     settings = launch("1:3", timeout_s=3600)
-    beats = [start(settings, batch_size=6) for _ in range(3)]
-    for beat in beats:
-        beat.seek(offer("a"))
-    assert len({plan_of(beat).number for beat in beats}) == 1
-    leader = next(beat for beat in beats if beat.leads)
-    rest, heir = sorted((beat for beat in beats if beat is not leader), key=lambda beat: beat.place or 0)
+    leader, rest, heir = meet(start, settings, 3)
     for led, known in ((rest, [leader, rest, heir]), (heir, [leader, heir])):
         plan = plan_of(led)
         assert [member.slot for member in plan.members] == [beat.slot for beat in known]
@@ -226,11 +227,7 @@ def test_lost_part_is_read_from_plan(start: Callable[..., NodeHeartbeat], store:
 def test_training_node_beats_seldom(start: Callable[..., NodeHeartbeat]) -> None:
     """A training node reads the store less often than the leader, and at once if it has something to report."""
     settings = launch("2", timeout_s=60)
-    beats = [start(settings, batch_size=2) for _ in range(2)]
-    for beat in beats:
-        beat.seek(offer("a"))
-    assert all(plan_of(beat) for beat in beats)
-    leader, led = beats if beats[0].leads else reversed(beats)
+    leader, led = meet(start, settings)
     leader.leadership.announce("resume", {"step": 7})
     wait_until(lambda: led.round.announcements.get("resume") is not None, what="the announcement")
 
@@ -247,12 +244,7 @@ def test_training_node_beats_seldom(start: Callable[..., NodeHeartbeat]) -> None
 def test_departure_needs_no_timeout(start: Callable[..., NodeHeartbeat]) -> None:
     """A leader that exits gives its lease back, and the loss of a node that exits is known at once."""
     settings = launch("1:3", timeout_s=3600)
-    beats = [start(settings, batch_size=6) for _ in range(3)]
-    for beat in beats:
-        beat.seek(offer("a"))
-    assert plan_of(beats[0]).nodes == 3
-    leader = next(beat for beat in beats if beat.leads)
-    rest = [beat for beat in beats if beat is not leader]
+    leader, *rest = meet(start, settings, 3)
     rest[0].close(leaves=True)
     wait_until(lambda: leader.round.is_lost(rest[0].slot), what="the departure")
     leader.close(leaves=True)
@@ -275,31 +267,16 @@ def test_node_of_latest_attempt_leads(start: Callable[..., NodeHeartbeat]) -> No
 def test_spare_is_admitted_later(start: Callable[..., NodeHeartbeat]) -> None:
     """A node beyond the maximum number waits while its peers train, and replaces a lost one."""
     settings = launch("2", timeout_s=3)
-    beats = [start(settings) for _ in range(2)]
-    for beat in beats:
-        beat.seek(offer("a"))
-    plan_of(beats[0])
+    leader, other = meet(start, settings)
     spare = start(settings)
     spare.seek(offer("spare"))
     wait_until(lambda: spare.others_train, what="the others' round")
-    leader = next(beat for beat in beats if beat.leads)
     assert not leader.leadership.could_grow
-    (other,) = (beat for beat in beats if beat is not leader)
     other.close(leaves=False)
     wait_until(lambda: leader.round.is_lost(other.slot), what="the loss")
     leader.round.end()
     leader.seek(offer("a", attempt=1))
     assert [member.offer.host for member in plan_of(spare).members] == ["a", "spare"]
-
-
-def test_newcomer_makes_room_to_grow(start: Callable[..., NodeHeartbeat]) -> None:
-    """A leader knows that with the waiting node the run would have more ranks."""
-    leader = start(launch("1:2"))
-    leader.seek(offer("a"))
-    assert plan_of(leader).world_size == 1
-    assert not leader.leadership.could_grow
-    start(launch("1:2")).seek(offer("b"))
-    wait_until(lambda: leader.leadership.could_grow, what="the newcomer")
 
 
 def test_other_job_is_refused(start: Callable[..., NodeHeartbeat]) -> None:
@@ -375,16 +352,14 @@ def test_offer_of_dead_node_is_ignored(start: Callable[..., NodeHeartbeat]) -> N
     assert not any(refused)
 
 
-def test_members_cause_no_growth(start: Callable[..., NodeHeartbeat]) -> None:
-    """The members of a new round do not make it grow."""
-    beats = [start(launch("1:4")) for _ in range(2)]
-    for beat in beats:
-        beat.seek(offer("a"))
-    plan_of(beats[0])
-    (leader,) = (beat for beat in beats if beat.leads)
+def test_newcomer_makes_room_to_grow(start: Callable[..., NodeHeartbeat]) -> None:
+    """A leader knows that with the waiting node the run would have more ranks. The members of its round are none."""
+    leader, _ = meet(start, launch("1:3"))
     until = time.monotonic() + 1.5
     while time.monotonic() < until:
         assert not leader.leadership.could_grow
+    start(launch("1:3"), batch_size=6).seek(offer("b"))
+    wait_until(lambda: leader.leadership.could_grow, what="the newcomer")
 
 
 def test_lost_store_cuts_nodes_off() -> None:
@@ -401,12 +376,7 @@ def test_lost_store_cuts_nodes_off() -> None:
 def test_excluded_node_is_cut_off(start: Callable[..., NodeHeartbeat]) -> None:
     """A node that is not in its peers' new round stops training."""
     settings = launch("1:2", timeout_s=3)
-    beats = [start(settings) for _ in range(2)]
-    for beat in beats:
-        beat.seek(offer("a"))
-    assert all(plan_of(beat) for beat in beats)
-    leader = next(beat for beat in beats if beat.leads)
-    (other,) = (beat for beat in beats if beat is not leader)
+    leader, other = meet(start, settings)
     round_ = round_of(other)
     with other.connection.lock:  # stops its thread, as in a suspended process
         wait_until(lambda: leader.round.is_lost(other.slot), what="the loss")
@@ -421,9 +391,9 @@ def next_round(node: Membership, attempt: int = 0) -> Any:
     return node.next_round(attempt, NEVER, lambda: None)
 
 
-def test_spare_learns_of_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spare_learns_of_the_end() -> None:
     """The node that serves the store exits last: the waiting nodes have read how the run ended."""
-    spec = job(own_port(), nodes="2")
+    spec = job(own_port(), nodes="2", node_timeout_s=5)
     serves, other, spare = (Membership.of_job(spec, ledger="l") for _ in range(3))
     with ThreadPoolExecutor(2) as pool:
         joined = pool.submit(next_round, serves)
@@ -473,16 +443,15 @@ def test_cut_off_node_learns_of_the_end() -> None:
 
 
 def test_missing_nodes_are_reported() -> None:
-    """Too few nodes within the time are an error that has the number of joined nodes."""
-    spec = job(own_port(), nodes="2", gather_timeout_s=3)
-    with closing(Membership.of_job(spec, ledger="l")) as node, pytest.raises(NodesMissing, match="found only 1"):
-        next_round(node)
+    """Too few nodes within the time are an error that has the number of joined nodes.
 
-
-def test_loopback_name_is_explained() -> None:
-    """The report names the setting to change if the rendezvous' name resolves to this node alone."""
+    The report names the setting to change, because the rendezvous' name resolves to this node alone.
+    """
     spec = job(own_port(), nodes="2", gather_timeout_s=2)
-    with closing(Membership.of_job(spec, ledger="l")) as node, pytest.raises(NodesMissing, match="give an IP address"):
+    with (
+        closing(Membership.of_job(spec, ledger="l")) as node,
+        pytest.raises(NodesMissing, match=r"found only 1.*give an IP address"),
+    ):
         next_round(node)
 
 

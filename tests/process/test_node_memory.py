@@ -411,23 +411,10 @@ def test_unfinished_copies_are_removed(tmp_path: Path) -> None:
 
 
 def test_fetched_state_is_not_overwritten(tmp_path: Path) -> None:
-    """An old launch still writes its slot after the fetch: the seal of this node's own part changes, and the state is lost."""
-    with nodes(tmp_path, 2) as found:
-        for rank in range(2):
-            keep(found.folders[1 - rank], part_of(rank, world_size=2))
-        state, place = fetch(found)
-        assert states.check_unchanged(replace(state, folder=place))
-        keep(found.folders[0], part_of(1, world_size=2, step=15))
-        assert not states.check_unchanged(replace(state, folder=place))
-        assert (place / "part/0.pt").read_bytes() == bytes([0, 13]) * 506 + bytes(1)
-        states.remove_state(replace(state, folder=place))
-        assert states.read_parts(found.folders[0]) == []
-        found.memories[0].end()
-        assert not found.folders[0].exists()
+    """An old launch still writes its slot after the fetch: the seal of this node's own part changes, and the state is lost.
 
-
-def test_umask_of_groups_hides_no_state(tmp_path: Path) -> None:
-    """A umask that lets a group write applies to no folder of states. What was converted of a state is removed as well."""
+    A umask that lets a group write applies to no folder of states. What was converted of a state is removed as well.
+    """
     before = os.umask(0)
     try:
         with nodes(tmp_path, 2) as found:
@@ -435,6 +422,12 @@ def test_umask_of_groups_hides_no_state(tmp_path: Path) -> None:
                 keep(found.folders[1 - rank], part_of(rank, world_size=2))
             state, place = fetch(found)
             assert states.read_slot(place) == replace(state, folder=place)
+            assert states.check_unchanged(replace(state, folder=place))
+            keep(found.folders[0], part_of(1, world_size=2, step=15))
+            assert not states.check_unchanged(replace(state, folder=place))
+            assert (place / "part/0.pt").read_bytes() == bytes([0, 13]) * 506 + bytes(1)
+            states.remove_state(replace(state, folder=place))
+            assert states.read_parts(found.folders[0]) == []
             (found.folders[0] / "converted" / "0-000002-b").mkdir(parents=True)
             states.forget_states(found.folders[0], before=9)
             assert not found.folders[0].exists()

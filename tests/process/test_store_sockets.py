@@ -53,7 +53,7 @@ def answers(host: str, port: int) -> bool:
 
 
 def test_served_rendezvous_listens_there_only() -> None:
-    """`dlac rendezvous` accepts connections at its address, and no other address of this node does."""
+    """`dlac rendezvous`, and a node that serves the rendezvous of its run, accept connections at their address alone."""
     port, ready, ends = own_port(), threading.Event(), threading.Event()
     with ThreadPoolExecutor(1) as pool:
         serving = pool.submit(serve_rendezvous, f"127.0.0.1:{port}", ends, ready.set)
@@ -63,14 +63,9 @@ def test_served_rendezvous_listens_there_only() -> None:
         finally:
             ends.set()
         serving.result()
-
-
-def test_node_serves_its_address_only() -> None:
-    """A node that serves the rendezvous of its run listens at its address only."""
     port = own_port()
     store = Endpoint(f"127.0.0.1:{port}", timeout_s=60).connect()
-    assert (answers("127.0.0.1", port), answers(OTHER_LOOPBACK, port)) == (True, False)
-    assert store.port == port
+    assert (answers("127.0.0.1", port), answers(OTHER_LOOPBACK, port), store.port) == (True, False, port)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:99999", "no.such.node.invalid:1", ":80", "127.0.0.1", "127.0.0.1:x"])
@@ -253,14 +248,11 @@ def test_hidden_name_stands_for_route(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_loopback_names_are_known() -> None:
-    """A name that resolves to loopback alone reaches no other node. A name without an address is no loopback name."""
+    """A name that resolves to loopback alone reaches no other node. An address of the documentation range is no node's."""
     assert all(map(stands_for_loopback, ("127.0.1.1", "::1", "localhost")))
-    assert not any(map(stands_for_loopback, ("198.51.100.7", "no.such.node.invalid", "a" * 300)))
-
-
-def test_other_node_has_no_address() -> None:
-    """An address of the documentation range belongs to no node."""
-    assert (own_address("198.51.100.7"), own_address("no.such.node.invalid"), own_address("a" * 300)) == ("", "", "")
+    elsewhere = ("198.51.100.7", "no.such.node.invalid", "a" * 300)
+    assert not any(map(stands_for_loopback, elsewhere))
+    assert [own_address(name) for name in elsewhere] == ["", "", ""]
 
 
 def test_taken_address_is_refused() -> None:

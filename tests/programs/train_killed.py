@@ -45,25 +45,13 @@ def record_stage(real: Any) -> Any:
     return stage_name
 
 
-def die_before(phase: str) -> Callable[[Any], Any]:
-    """Die before the function, in a phase."""
+def die_in(phase: str, *, after: bool = False) -> Callable[[Any], Any]:
+    """Die before the function, or after it, in a phase."""
 
     def wrap(real: Any) -> Any:
         def replaced(*args: Any, **rest: Any) -> Any:
-            if _due == phase:
+            if _due == phase and not after:
                 die()
-            return real(*args, **rest)
-
-        return replaced
-
-    return wrap
-
-
-def die_after(phase: str) -> Callable[[Any], Any]:
-    """Die after the function, in a phase."""
-
-    def wrap(real: Any) -> Any:
-        def replaced(*args: Any, **rest: Any) -> Any:
             done = real(*args, **rest)
             if _due == phase:
                 die()
@@ -103,14 +91,14 @@ def sabotage() -> None:
     """Prepare this rank's deaths."""
     replace(manager, "stage_name", record_stage)
     if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
-        replace(copies.Copies, "write", die_after("copy"))
+        replace(copies.Copies, "write", die_in("copy", after=True))
         replace(durable_writer, "write_state", die_halfway)
-        replace(durable_writer.DurableWriter, "_make_durable", die_before("sync"))
-        replace(RankTree, "gather", die_before("vote"))
+        replace(durable_writer.DurableWriter, "_make_durable", die_in("sync"))
+        replace(RankTree, "gather", die_in("vote"))
     if os.environ["RANK"] == "0":
         replace(committing, "write_durably", die_before_rename)
-        replace(committing, "commit_checkpoint", die_before("before-commit"))
-        replace(committing, "commit_checkpoint", die_after("after-commit"))
+        replace(committing, "commit_checkpoint", die_in("before-commit"))
+        replace(committing, "commit_checkpoint", die_in("after-commit", after=True))
 
 
 def main() -> None:

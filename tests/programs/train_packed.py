@@ -3,34 +3,22 @@
 Every token of a document is its row's number, so the journal shows which rows were read, how far, and in which order.
 """
 
-import json
 import os
 import signal
 import time
-from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import train_tiny  # type: ignore[import-not-found]  # the rank puts this folder on the path
 
 import dlac_pipeline as dlac
 
 
-def write_entry(run: dlac.TrainingRun, batch: dlac.Batch, loss: torch.Tensor) -> None:
-    """Append a finished step to this rank's journal: each sequence as its tokens without padding."""
+def sequences_of(batch: dlac.Batch) -> list[Any]:
+    """Return each sequence of a batch as its tokens without padding."""
     tokens = [row[mask].tolist() for row, mask in zip(batch["tokens"], batch["document"] > 0, strict=True)]
-    entry = {
-        "run": run.spec.run,
-        "attempt": run.resume_point.attempt,
-        "step": batch.step,
-        "rank": run.rank,
-        "rows": [sequence for sequence, valid in zip(tokens, batch.valid.tolist(), strict=True) if valid],
-        "loss": loss.item(),
-    }
-    path = Path(run.spec.params["journal"]) / f"{run.spec.run}-{run.resume_point.nonce}-{run.rank}.jsonl"
-    with path.open("a") as stream:
-        stream.write(json.dumps(entry) + "\n")
-        stream.flush()
-        os.fsync(stream.fileno())
+    return [sequence for sequence, valid in zip(tokens, batch.valid.tolist(), strict=True) if valid]
 
 
 def main() -> None:
@@ -52,7 +40,7 @@ def main() -> None:
                     parameter.grad /= run.world_size
             optimizer.step()
             time.sleep(float(run.spec.params.get("pause_s", "0")))
-            write_entry(run, batch, loss)
+            train_tiny.write_entry(run, batch, loss, sequences_of(batch))
             run.step_done(loss)
 
 

@@ -1,6 +1,6 @@
 """A script with a bug that param `bug` names. It occurs at the step `at` or the row `row`.
 
-It prints a line before it fails, and writes no journal.
+It prints a line before it fails, and writes no journal. With $EXITS_SLOWLY rank 1 exits seconds after its failure.
 """
 
 import os
@@ -50,6 +50,9 @@ def main() -> None:
         model = torch.nn.Linear(4, 1)
         run.restore(dlac.TorchState(model=model))
         for batch in run.batches():
+            if bug == "second_attempt" and run.resume_point.attempt > 1:
+                raise ValueError("the scratch disk is not empty")
+            time.sleep(float(run.spec.params.get("pause_s", "0")))
             loss = compute(run, batch, model)
             loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
             if run.world_size > 1:
@@ -58,9 +61,14 @@ def main() -> None:
             run.step_done(loss)
             if bug == "between" and batch.step == at:
                 raise IndexError("the evaluation has no such metric")
+    if bug == "afterwards":
+        raise RuntimeError("exporting the model failed")
 
 
 if __name__ == "__main__":
     if "IMPORT_BUG" in os.environ:
         import no_such_module  # type: ignore[import-not-found]  # noqa: F401 - the bug
-    main()
+    try:
+        main()
+    finally:  # as with a large heap or on a busy node
+        time.sleep(3.0 * int(os.environ["RANK"]) if "EXITS_SLOWLY" in os.environ else 0.0)

@@ -1,12 +1,12 @@
 """A linear model trained by each trainer on a table that does not fill the last batch. The final weights are written.
 
-Params: `trainer`, the number of `micro_batches`, and the path `weights`. `asserts_rows`: the model refuses rows of zeros.
+Params: `trainer`, the number of `micro_batches`, and the path `weights`.
 """
 
 from __future__ import annotations
 
 import logging
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -80,28 +80,31 @@ def train_plain(run: dlac.TrainingRun, model: Network, parts: int) -> None:
         run.step_done(loss)
 
 
-def train_huggingface(run: dlac.TrainingRun, model: Network, parts: int) -> None:
-    """Train with a Hugging Face Trainer."""
+def train_huggingface(
+    run: dlac.TrainingRun, model: torch.nn.Module, parts: int, *callbacks: Any, **changes: Any
+) -> str | None:
+    """Train with a Hugging Face Trainer, and return the folder from which it resumed. `changes` are arguments of it."""
     from transformers import Trainer, TrainingArguments
 
     from dlac_pipeline.extensions.trainers.huggingface import attach
 
-    arguments = TrainingArguments(
-        output_dir=str(Path(run.spec.params["weights"]).with_suffix(".out")),
-        max_steps=run.total_steps,
-        gradient_accumulation_steps=parts,
-        lr_scheduler_type="constant",
-        max_grad_norm=0.0,
-        learning_rate=LR,
-        optim="sgd",
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-        save_steps=1000,
-    )
-    trainer = Trainer(model=model, args=arguments)
-    inputs = to_classifier if isinstance(model, Classifier) else to_model
-    trainer.train(resume_from_checkpoint=attach(trainer, run, inputs))
+    arguments: dict[str, Any] = {
+        "output_dir": f"{run.spec.params.get('weights')}.out",
+        "max_steps": run.total_steps,
+        "gradient_accumulation_steps": parts,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 0.0,
+        "learning_rate": LR,
+        "optim": "sgd",
+        "use_cpu": True,
+        "report_to": [],
+        "disable_tqdm": True,
+        "save_steps": 1000,
+    }
+    trainer = Trainer(model=model, args=TrainingArguments(**{**arguments, **changes}), callbacks=list(callbacks))
+    folder = attach(trainer, run, to_classifier if isinstance(model, Classifier) else to_model)
+    trainer.train(resume_from_checkpoint=folder)
+    return folder
 
 
 def train_accelerate(run: dlac.TrainingRun, network: Network, parts: int) -> None:
@@ -127,8 +130,15 @@ def train_accelerate(run: dlac.TrainingRun, network: Network, parts: int) -> Non
             total = torch.tensor(0.0)
 
 
-def train_lightning(run: dlac.TrainingRun, model: Network, parts: int) -> None:
-    """Train with Lightning."""
+def train_lightning(
+    run: dlac.TrainingRun,
+    model: torch.nn.Module,
+    parts: int,
+    inputs: Callable[[dlac.Batch], Any] = to_model,
+    at_step: Callable[[int], None] = lambda step: None,
+    validation: Any = None,
+) -> None:
+    """Train with Lightning. A function is called in each step. A loader for validation is read every five steps."""
     from lightning.pytorch import LightningModule, Trainer
 
     from dlac_pipeline.extensions.trainers.lightning import DlacCheckpoint, DlacDataModule
@@ -139,19 +149,26 @@ def train_lightning(run: dlac.TrainingRun, model: Network, parts: int) -> None:
             self.network = model
 
         def training_step(self, batch: dict[str, torch.Tensor], index: int) -> Any:
+            at_step(self.trainer.global_step)
             return self.network(**batch)
+
+        def validation_step(self, batch: torch.Tensor, index: int) -> None:
+            torch.rand(len(batch))
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), lr=LR)
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    module = Module()
+    module, data = Module(), DlacDataModule(run, inputs)
+    if validation is not None:
+        data.val_dataloader = lambda: validation  # type: ignore[method-assign]
     checkpoints = DlacCheckpoint(run, module)
     trainer = Trainer(
         accelerator="cpu",
         strategy="ddp" if run.world_size > 1 else "auto",
         devices=run.world_size,
-        max_steps=run.total_steps,
+        max_steps=run.total_steps or -1,
+        val_check_interval=None if validation is None else 5,
         accumulate_grad_batches=parts,
         callbacks=[checkpoints],
         enable_checkpointing=False,
@@ -159,10 +176,10 @@ def train_lightning(run: dlac.TrainingRun, model: Network, parts: int) -> None:
         enable_model_summary=False,
         logger=False,
     )
-    trainer.fit(module, datamodule=DlacDataModule(run, to_model), ckpt_path=checkpoints.path)
+    trainer.fit(module, datamodule=data, ckpt_path=checkpoints.path)
 
 
-TRAINERS = {
+TRAINERS: dict[str, Callable[..., Any]] = {
     "plain": train_plain,
     "huggingface": train_huggingface,
     "labels": train_huggingface,

@@ -3,7 +3,8 @@
 Params make it fail: `dies_at` a step, `deadly_row` causes SIGSEGV in its batch, `deadlock_at` a step,
 `holds_loading` and `holds_training` are attempts that load, or train their first step, without end. `slow_rank` is slow
 by `slow_s` seconds in each forward pass, `nan_from` a step makes losses NaN, `own_handler` ignores SIGTERM.
-$NOISE_SEED adds noise to the loss that no saved generator knows.
+$NOISE_SEED adds noise to the loss that no saved generator knows, and with $OWN_GROUP the script makes the process group.
+With `array` the optimizer keeps a NumPy array, which no checkpoint can have.
 
 The journal has the row ids in the tensors of each finished step, as evidence that is independent of DLAC.
 """
@@ -15,14 +16,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 import dlac_pipeline as dlac
 
 
-def write_entry(run: dlac.TrainingRun, batch: dlac.Batch, loss: torch.Tensor) -> None:
-    """Append a finished step to this rank's journal. A rehearsal writes none."""
+def write_entry(run: dlac.TrainingRun, batch: dlac.Batch, loss: torch.Tensor, rows: list[Any] | None = None) -> None:
+    """Append a finished step with its row ids, or these rows, to this rank's journal. A rehearsal writes none."""
     if "DLAC_REHEARSAL" in os.environ:
         return
     point = run.resume_point
@@ -31,7 +33,7 @@ def write_entry(run: dlac.TrainingRun, batch: dlac.Batch, loss: torch.Tensor) ->
         "attempt": point.attempt,
         "step": batch.step,
         "rank": run.rank,
-        "rows": batch["row_id"][batch.valid].tolist(),
+        "rows": batch["row_id"][batch.valid].tolist() if rows is None else rows,
         "loss": loss.item(),
     }
     path = Path(run.spec.params["journal"]) / f"{run.spec.run}-{point.nonce}-{run.rank}.jsonl"
@@ -54,6 +56,8 @@ def train(run: dlac.TrainingRun) -> None:
     params = run.spec.params
     model = torch.nn.Linear(4, int(params.get("outputs", "1")))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    if "array" in params:
+        optimizer.param_groups[0]["schedule"] = np.linspace(0.01, 0.0, 8)
     hooked: Any = model  # torch leaves the method untyped
     if "holds_loading" in params:  # with a hook, tensors are loaded in another way
         hooked.register_load_state_dict_pre_hook(lambda *_: hold(run, "loading"))
@@ -94,6 +98,8 @@ def train(run: dlac.TrainingRun) -> None:
 
 def main() -> None:
     """Train the run of the launch folder, or of $JOB_SPEC under other launchers than DLAC's."""
+    if "OWN_GROUP" in os.environ:
+        dist.init_process_group("gloo")
     with dlac.training_run(os.environ.get("JOB_SPEC")) as run:
         train(run)
 

@@ -88,7 +88,7 @@ def test_faults_of_three_kinds_are_healed(campaign: Arena) -> None:
 @pytest.mark.parametrize(
     ("program", "within", "status", "found"),
     [
-        ("train_first_attempt.py", "300s", ScriptFailed.exit_code, "the scratch disk is not empty"),
+        ("train_raising.py", "300s", ScriptFailed.exit_code, "the scratch disk is not empty"),
         (
             "train_tiny.py",
             "500ms",
@@ -101,7 +101,7 @@ def test_unhealed_fault_ends_run(campaign: Arena, program: str, within: str, sta
     """The message names the fault and the cause. No process of the run is left, and the audit covers what was trained."""
     run = f"unhealed-{program[:-3]}"
     options = ("--kill", "supervisor@step=11", "--healed-within", within)
-    code, output, out = chaos(campaign, run, *options, program=program, pause_s=0.05)
+    code, output, out = chaos(campaign, run, *options, program=program, pause_s=0.05, bug="second_attempt")
     assert code == status, output
     assert "fault 1 (supervisor: SIGKILL to the supervisor) was not healed" in output
     assert re.search(found, output)

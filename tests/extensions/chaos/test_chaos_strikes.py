@@ -6,8 +6,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,61 +70,12 @@ def test_stopped_process_outlives_command() -> None:
         stopped.kill()
 
 
-class ScriptedNodes(SupervisedNodes):
-    """Nodes whose rank is a real process. All other ranks finish a step at each look, except `late` looks after a strike."""
-
-    def __init__(self, job: ChaosJob, folder: Path, *, late: int) -> None:
-        super().__init__(job, folder)
-        self.excuses: list[bool] = []
-        self._late, self._waits, self._folder = late, 0, folder
-        self._victim = subprocess.Popen(["sleep", "60"])
-        self._step, self._launches_begun = 1, 1
-
-    def start(self) -> None:
-        """Start nothing."""
-
-    def tend(self, *, excused: bool, starts: bool = True) -> None:
-        """Note whether an end is excused, and replace the rank if it was killed."""
-        self.excuses.append(excused)
-        if excused:
-            with suppress(subprocess.TimeoutExpired):  # a killed process needs a moment to end
-                self._victim.wait(0.2)
-        if self._victim.poll() is None:
-            self._step += 1
-        elif self._waits < self._late:
-            self._waits += 1
-        else:
-            self._victim, self._waits = subprocess.Popen(["sleep", "60"]), 0
-            self._step, self._launches_begun = self._step + 1, self._launches_begun + 1
-
-    def ranks(self) -> dict[int, psutil.Process]:
-        """Return the rank."""
-        return {0: psutil.Process(self._victim.pid)}
-
-    def launch_folders(self) -> frozenset[Path]:
-        """Return the folder of each launch. Replica groups stay in theirs."""
-        return frozenset(self._folder / f"launch-{number}" for number in range(1, self._last_folder() + 1))
-
-    def _last_folder(self) -> int:
-        return 1 if self._late else self._launches_begun
-
-    def progress(self) -> RunProgress:
-        """Return a step that some ranks have finished, and a rank that was killed too, before the strike is noticed."""
-        step = self._step - (self._victim.poll() is None)
-        folder = self._folder / f"launch-{self._last_folder()}"
-        return RunProgress(folder=folder, step=step, furthest=self._step, at=time.time(), trains=True)
-
-    def close(self) -> None:
-        """End the rank."""
-        self._victim.kill()
-        self._victim.wait()
-
-
 class ScriptedRanks(SupervisedNodes):
     """Two ranks, real processes. Some time after a strike all of them are replaced, or of replica groups the struck ones."""
 
     def __init__(self, job: ChaosJob, folder: Path) -> None:
         super().__init__(job, folder)
+        self.excuses: list[bool] = []
         self.struck: list[int] = []
         """Struck ranks at each replacement."""
         self._folder, self._replicas = folder, job.spec.launch.replicas > 0
@@ -137,6 +87,7 @@ class ScriptedRanks(SupervisedNodes):
 
     def tend(self, *, excused: bool, starts: bool = True) -> None:
         """Finish a step if no fault needs healing. Replace the ranks when it is time."""
+        self.excuses.append(excused)
         time.sleep(0.01)
         struck = [rank for rank in self._ranks if rank.poll() is not None]
         if not struck:
@@ -153,7 +104,7 @@ class ScriptedRanks(SupervisedNodes):
             rank.wait()
         self._ranks = [subprocess.Popen(["sleep", "60"]) if rank in ending else rank for rank in self._ranks]
         self._launches_begun += not self._replicas
-        self._step, self._struck_at = self._step + 1, 0.0
+        self._step, self._struck_at = self._step + 2, 0.0  # one more step that all have finished
 
     def ranks(self) -> dict[int, psutil.Process]:
         """Return the living ranks."""
@@ -164,9 +115,10 @@ class ScriptedRanks(SupervisedNodes):
         return frozenset(self._folder / f"launch-{number}" for number in range(1, self._launches_begun + 1))
 
     def progress(self) -> RunProgress:
-        """Return the last step."""
+        """Return a step that some ranks have finished, and a rank that was killed too, before the strike is noticed."""
+        step = self._step - all(rank.poll() is None for rank in self._ranks)
         folder = self._folder / f"launch-{self._launches_begun}"
-        return RunProgress(folder=folder, step=self._step, furthest=self._step, at=time.time(), trains=True)
+        return RunProgress(folder=folder, step=step, furthest=self._step, at=time.time(), trains=True)
 
     def close(self) -> None:
         """End the ranks."""
@@ -181,29 +133,21 @@ def job_of(arena: Arena, *kinds: str, replicas: int = 0, **changes: Any) -> Chao
     return ChaosJob(arena.spec("mine", program, replicas=replicas, world_size=1, **changes), kinds)
 
 
-@pytest.fixture
-def nodes(arena: Arena, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[ChaosJob, ScriptedNodes]]:
-    """Return a job and its nodes."""
-    job = job_of(arena, replicas=3 if request.param else 0)
-    found = ScriptedNodes(job, tmp_path, late=request.param)
-    yield job, found
-    found.close()
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("nodes", [0, 4], indirect=True)
-def test_excuse_ends_with_healing(arena: Arena, nodes: tuple[ChaosJob, ScriptedNodes]) -> None:
+@pytest.mark.parametrize("replicas", [0, 3])
+def test_excuse_ends_with_healing(arena: Arena, tmp_path: Path, replicas: int) -> None:
     """An end of a supervisor is excused from a strike until its healing. Replica groups wait for the struck one."""
-    job, scripted = nodes
     kills = [parse_kill("rank@step=4"), parse_kill("rank@step=12")]
     plan = ChaosPlan(schedule=Schedule(kills), kinds=["rank"], cascade=1, away_s=1, healed_within_s=30)
-    campaign = ChaosCampaign(job, scripted, Ledger(arena.lakehouse), plan, say=print)
-    campaign.run()
+    job = job_of(arena, replicas=replicas)
+    with closing(ScriptedRanks(job, tmp_path)) as nodes:
+        campaign = ChaosCampaign(job, nodes, Ledger(arena.lakehouse), plan, say=print)
+        campaign.run()
     assert len(campaign.faults) == 2
     assert all(fault.recovery_s is not None for fault in campaign.faults)
-    changes = [excused for number, excused in enumerate(scripted.excuses) if excused != scripted.excuses[number - 1]]
+    changes = [excused for number, excused in enumerate(nodes.excuses) if excused != nodes.excuses[number - 1]]
     assert len(changes) >= 3
-    assert sum(scripted.excuses) >= 2 * (scripted._late + 1)
+    assert sum(nodes.excuses) >= 2 * len(campaign.faults)
 
 
 @pytest.mark.slow
@@ -226,7 +170,7 @@ def test_store_without_folder_is_not_struck(arena: Arena, tmp_path: Path) -> Non
     job, said = job_of(arena, "store", store=str(tmp_path / "store")), list[str]()
     drawn = [PlannedFault(kind="store")]
     plan = ChaosPlan(schedule=Schedule(drawn=drawn), kinds=["store"], cascade=1, away_s=1, healed_within_s=0.1)
-    with closing(ScriptedNodes(job, tmp_path, late=0)) as nodes:
+    with closing(ScriptedRanks(job, tmp_path)) as nodes:
         campaign = ChaosCampaign(job, nodes, Ledger(arena.lakehouse), plan, say=said.append)
         with pytest.raises(SpecInvalid, match="after 0: let them strike earlier"):
             campaign.run()

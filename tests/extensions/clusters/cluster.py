@@ -17,6 +17,12 @@ GOOD: dict[str, Any] = {
     "checkpoint": {"store": "s3://bucket/checkpoints"},
     "lakehouse": {"uri": "postgresql+psycopg2://db/dlac", "warehouse": "s3://bucket/lake"},
 }
+
+
+SLURM: dict[str, Any] = {
+    **{"cpu": 8, "gpu": 4, "memory_mb": 64_000, "time_limit_s": 93_784, "retries": 2},
+    "options": {"partition": "h100", "account": "lm", "constraint": "ib"},
+}
 PENDING, RUNNING = JobState(name="PENDING"), JobState(name="RUNNING")
 COMPLETED, FAILED, CANCELLED, PREEMPTED = (
     JobState(name=name, over=True) for name in ("COMPLETED", "FAILED", "CANCELLED", "PREEMPTED")

@@ -106,43 +106,40 @@ def test_node_events_are_followed(home: Path) -> None:
     assert events[0]["event"] == "submitted"
 
 
-def test_node_error_is_raised(home: Path) -> None:
-    """The error has the class and message that a node reported, whatever the job printed before."""
-    job, _ = job_of(home, Scripted(FAILED, log=LEFT + NO_PROGRESS))
-    with pytest.raises(NoProgress, match="three times"):
-        job.run()
-
-
-def test_unknown_error_is_failure(home: Path) -> None:
-    """The image has another version, and its error does not exist here."""
-    job, _ = job_of(home, Scripted(FAILED, log=NO_PROGRESS.replace("NoProgress", "ClassVar")))
-    with pytest.raises(TrainingFailed, match="ClassVar: three times"):
-        job.run()
-
-
-@pytest.mark.parametrize("state", [FAILED, COMPLETED, CANCELLED])
-def test_unfinished_silent_job_failed(home: Path, state: JobState) -> None:
-    """The state that Slurm reports does not matter: the run is not finished in the ledger."""
+@pytest.mark.parametrize(
+    ("answers", "log", "error", "message"),
+    [
+        ([FAILED], LEFT + NO_PROGRESS, NoProgress, "three times"),
+        ([FAILED], NO_PROGRESS.replace("NoProgress", "ClassVar"), TrainingFailed, "ClassVar: three times"),
+        *(
+            ([state], "", TrainingFailed, f"job 7 to report how it ended, found {state.name} in Slurm")
+            for state in (FAILED, COMPLETED, CANCELLED)
+        ),
+        ([RUNNING, PREEMPTED], LEFT, TrainingFailed, "job 7 again after its preemption, found it ended at step 5"),
+    ],
+)
+def test_unfinished_job_has_failed(
+    home: Path, answers: list[JobState], log: str, error: type[Exception], message: str
+) -> None:
+    """The error is that of a node, of another version too, or else names the state that Slurm reports."""
     commit(home, step=5)
-    job, _ = job_of(home, Scripted(state))
-    with pytest.raises(TrainingFailed, match=f"job 7 to report how it ended, found {state.name} in Slurm"):
+    job, events = job_of(home, Scripted(*answers, log=log))
+    with pytest.raises(error, match=message):
         job.run()
+    assert [event["state"] for event in events if event["event"] == "job"][-1] == answers[-1].name
 
 
-def test_finished_ledger_outweighs_scheduler(home: Path) -> None:
-    """Slurm reports FAILED, because a node was lost. The node's log was lost as well."""
-    commit(home, step=5, finish=True)
-    job, _ = job_of(home, Scripted(FAILED, log=LEFT))
-    assert job.run() == Outcome(ending="finished", attempts=0, step=5)
-
-
-def test_preempted_job_is_reported(home: Path) -> None:
-    """The cluster does not requeue the job. The job has not completed, and the message names the step to resume from."""
-    commit(home, step=5)
-    job, events = job_of(home, Scripted(RUNNING, PREEMPTED, log=LEFT))
-    with pytest.raises(TrainingFailed, match="queue job 7 again after its preemption, found it ended at step 5"):
-        job.run()
-    assert events[-1]["state"] == "PREEMPTED"
+@pytest.mark.parametrize(
+    ("answers", "log", "attempts", "step"), [([FAILED], LEFT, 0, 5), ([RUNNING, None], DONE, 2, 9)]
+)
+def test_finished_run_outweighs_scheduler(
+    home: Path, answers: list[JobState | None], log: str, attempts: int, step: int
+) -> None:
+    """Slurm reports FAILED because a node was lost, or has forgotten the job. The ledger or the log know the end."""
+    if FAILED in answers:
+        commit(home, step=5, finish=True)
+    job, _ = job_of(home, Scripted(*answers, log=log))
+    assert job.run() == Outcome(ending="finished", attempts=attempts, step=step)
 
 
 def test_requeued_job_is_followed(home: Path) -> None:
@@ -200,6 +197,16 @@ def test_unavailable_scheduler_ends_follow(home: Path) -> None:
     assert "cancel" not in scheduler.calls
 
 
+def test_cancel_works_without_state(home: Path) -> None:
+    """The state and the cancellation are two commands. A failure of the first does not stop the second."""
+    scheduler = Scripted(ConnectionError("away"))
+    job, _ = job_of(home, scheduler)
+    job.stop()
+    with pytest.raises(ClusterSilent):
+        job.run()
+    assert "cancel" in scheduler.calls
+
+
 def test_outage_is_outlasted(home: Path) -> None:
     """The scheduler answers again, and the run ends as its nodes report. The outage is reported once."""
     away = [ConnectionError("Unable to contact slurm controller")] * 8
@@ -219,28 +226,12 @@ def test_failed_cancel_is_repeated(home: Path) -> None:
     assert len(warnings_of(events)) == 1
 
 
-def test_cancel_works_without_state(home: Path) -> None:
-    """The state and the cancellation are two commands. A failure of the first does not stop the second."""
-    scheduler = Scripted(ConnectionError("away"))
-    job, _ = job_of(home, scheduler)
-    job.stop()
-    with pytest.raises(ClusterSilent):
-        job.run()
-    assert "cancel" in scheduler.calls
-
-
 def test_cancelled_job_without_events(home: Path) -> None:
     """The log of the job may be lost. Its checkpoint exists."""
     commit(home, step=5)
     job, _ = job_of(home, Scripted(RUNNING, CANCELLED))
     job.stop()
     assert job.run() == Outcome(ending="stopped", attempts=0, step=5)
-
-
-def test_forgotten_job_ends_with_events(home: Path) -> None:
-    """Slurm without accounting forgets a job after its end. The log still exists."""
-    job, _ = job_of(home, Scripted(RUNNING, None, log=DONE))
-    assert job.run() == Outcome(ending="finished", attempts=2, step=9)
 
 
 def test_unknown_job_has_ended(home: Path) -> None:

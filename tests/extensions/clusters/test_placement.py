@@ -81,11 +81,16 @@ def test_largest_holder_is_first() -> None:
 
 
 def test_ledger_names_holders(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first checkpoint of an attempt records its nodes, which also have the attempt's later checkpoints."""
+    """The first checkpoint of an attempt records its nodes, which also have the attempt's later checkpoints.
+
+    A job for a run with a checkpoint prefers the nodes that have it.
+    """
     arena.table(appends=(120,), row_group_rows=20)
     places = {"store": str(arena.home / "far"), "local": str(arena.home / "near")}
     spec = arena.spec("r1", world_size=1, batch_size=16, key_groups=4, every_steps=2, passes=1, **places)
-    for name, until in (("n1", 6), ("n2", None)):
+    for name, until, before in (("n1", 6, []), ("n2", None, ["n1"])):
+        ClusterJob(Request(spec=spec), scheduler := Scripted(COMPLETED)).submit()
+        assert scheduler.near == before
         monkeypatch.setenv("SLURMD_NODENAME", name)
         arena.train(spec, until=until)
         rows = Ledger(arena.lakehouse).rows("r1", kinds=HEAD_KINDS)
@@ -100,19 +105,6 @@ def test_store_alone_has_no_holders(arena: Arena) -> None:
     arena.train(arena.spec("r1", world_size=1, batch_size=16, key_groups=4, every_steps=2, passes=1))
     assert nodes_with_newest(Ledger(arena.lakehouse).rows("r1", kinds=HEAD_KINDS)) == []
     assert nodes_with_newest([]) == []
-
-
-def test_submission_names_holders(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job for a run with a checkpoint prefers the nodes that have it."""
-    arena.table(appends=(120,), row_group_rows=20)
-    monkeypatch.setenv("SLURMD_NODENAME", "n2")
-    places = {"store": str(arena.home / "far"), "local": str(arena.home / "near")}
-    spec = arena.spec("r1", world_size=1, batch_size=16, key_groups=4, every_steps=2, passes=1, **places)
-    first, second = Scripted(COMPLETED), Scripted(COMPLETED)
-    ClusterJob(Request(spec=spec), first).submit()
-    arena.train(spec)
-    ClusterJob(Request(spec=spec), second).submit()
-    assert (first.near, second.near) == ([], ["n2"])
 
 
 def test_slurm_requires_idle_holders(idle: list[str]) -> None:

@@ -19,10 +19,6 @@ from tests.extensions.clusters.cluster import cluster_request
 
 pytestmark = pytest.mark.usefixtures("only_this_process")
 
-SLURM = {"cpu": 8, "gpu": 4, "memory_mb": 64_000, "time_limit_s": 93_784} | {
-    "options": {"partition": "h100", "account": "lm", "constraint": "ib"},
-    "retries": 2,
-}
 KUBERNETES = {"image": "registry.example/dlac:1", "cpu": 8, "gpu": 4, "memory_mb": 64_000, "queue": "train"} | {
     "namespace": "ml",
     "time_limit_s": 3600,
@@ -49,6 +45,11 @@ KUBERNETES = {"image": "registry.example/dlac:1", "cpu": 8, "gpu": 4, "memory_mb
 }
 
 
+def pod(spec: dict[str, Any]) -> dict[str, Any]:
+    """Return settings of a cluster with the spec of a pod."""
+    return {"image": "i", "pod": {"spec": spec}}
+
+
 def manifests(cluster: Mapping[str, Any], **launch: Any) -> dict[str, Any]:
     """Return the manifests that are rendered for Kubernetes, by kind."""
     text = render_job(cluster_request("kubernetes", {"image": "i", **cluster}, **launch))
@@ -61,11 +62,13 @@ def job_of(jobset: Mapping[str, Any]) -> dict[str, Any]:
     return dict(job["template"])
 
 
-def test_fixed_number_is_no_range() -> None:
-    """Without a range the script has none, and without accelerators the number of ranks is the spec's."""
+def test_options_of_slurm_are_rendered() -> None:
+    """Without a range of nodes the script has none. An option without a value is a flag."""
     script = render_job(cluster_request("slurm", {}, nodes="3", nproc_per_node=2))
     assert "--nodes=3\n" in script
     assert "gpus" not in script
+    script = render_job(cluster_request("slurm", {"options": {"exclusive": "", "comment": "word"}}))
+    assert {"--exclusive", "--comment=word"} <= set(re.findall(r"^#SBATCH (.*)$", script, re.MULTILINE))
 
 
 @pytest.mark.parametrize("version", ["1.31", "1.37"])
@@ -165,6 +168,12 @@ def test_first_pod_serves_rendezvous() -> None:
         ("slurm", {"time_limit_s": -1}, r"cluster\.time_limit_s: .*found -1"),
         ("slurm", {"port": 80}, r"cluster\.port: unknown field"),
         ("slurm", {"optoins": {}}, r"cluster\.optoins: unknown field, did you mean 'options'"),
+        ("slurm", {"options": {"comment": "two words"}}, r"options\.comment without blanks.* found 'two words'"),
+        ("slurm", {"options": {"mail-type": "END#x"}}, r"cluster\.options\.mail-type .* found 'END#x'"),
+        ("kubernetes", {"image": "i", "pod": {"foo": {}}}, r"expected no cluster\.pod\.foo"),
+        ("kubernetes", pod({"terminationGracePeriodSeconds": 600}), r"pod\.spec\.terminationGracePeriodSeconds"),
+        ("kubernetes", pod({"containers": [{"name": "node", "command": ["x"]}]}), r"spec\.containers\.command"),
+        ("kubernetes", pod({"containers": [{"image": "x"}]}), r"expected a name for each"),
         ("kubernetes", {}, r"expected cluster\.image"),
         ("kubernetes", {"image": "i", "options": {"a": "b"}}, r"expected no cluster\.options .* found \{'a': 'b'\}"),
         ("here", {}, r"expected launch\.on = 'kubernetes' or 'slurm'"),
@@ -226,3 +235,45 @@ def test_request_is_one_word() -> None:
     for wrong in ({}, {"DLAC_REQUEST": "x"}, {"DLAC_REQUEST": pack(request)[:-9]}):
         with pytest.raises(SpecInvalid, match="expected a request of this DLAC"):
             unpack(wrong)
+
+
+def test_node_container_is_merged() -> None:
+    """The container named `node` is merged into the pod's own, and others are added."""
+    secret = {"secretRef": {"name": "db"}}
+    volume = {"name": "key", "secret": {"secretName": "key"}}
+    node = {
+        "name": "node",
+        "env": [{"name": "A", "value": "1"}],
+        "envFrom": [secret],
+        "volumeMounts": [{"name": "key", "mountPath": "/key"}],
+    }
+    found = manifests({"pod": {"spec": {"containers": [{"name": "log"}, node], "volumes": [volume]}}})
+    pod = job_of(found["JobSet"])["spec"]["template"]["spec"]
+    own, other = pod["containers"]
+    assert (own["name"], own["image"], other["name"]) == ("node", "i", "log")
+    assert own["envFrom"] == [secret]
+    assert {mount["mountPath"] for mount in own["volumeMounts"]} == {"/etc/dlac", "/dev/shm", "/key"}
+    assert {"A", "DLAC_REQUEST_FILE"} <= {one["name"] for one in own["env"]}
+    assert volume in pod["volumes"]
+
+
+@pytest.mark.parametrize(
+    ("section", "place"),
+    [
+        ("checkpoint", {"store": "/scratch/ckpt"}),
+        ("lakehouse", {**GOOD["lakehouse"], "warehouse": "file:///scratch/w"}),
+    ],
+)
+def test_pod_local_folder_is_refused(section: str, place: dict[str, str]) -> None:
+    """The store must be in a writable mount."""
+
+    def job(**mount: Any) -> Request:
+        container = {"name": "node", "volumeMounts": [{"name": "claim", "mountPath": "/scratch", **mount}]}
+        cluster = {"image": "i", "pod": {"spec": {"containers": [container]}}}
+        raw = {**GOOD, "launch": {**GOOD["launch"], "on": "kubernetes"}, "cluster": cluster}
+        return Request(spec=parse_spec(raw | {section: place}, origin="the test"))
+
+    render_job(job())
+    for other in ({"mountPath": "/scratch2"}, {"readOnly": True}):
+        with pytest.raises(SpecInvalid, match=r"that all pods reach, found '(file://)?/scratch/"):
+            render_job(job(**other))

@@ -161,15 +161,6 @@ def test_command_follows_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sl
 
 
 @pytest.mark.soak
-def test_fixed_nodes_train_exactly(arena: Arena, slurm: SlurmCluster) -> None:
-    """A job of 2 nodes gets two of three."""
-    arena.table()
-    assert FollowedJob(arena, nodes="2").outcome().ending == "finished"
-    assert {row.world_size for row in arena.lineage("r1")} == {2}
-    check_exact(arena)
-
-
-@pytest.mark.soak
 def test_cancelled_job_leaves_checkpoint(arena: Arena, slurm: SlurmCluster) -> None:
     """`dlac train` cancels its job, whose nodes checkpoint. The next job trains the rest."""
     arena.table()
@@ -184,46 +175,58 @@ def test_cancelled_job_leaves_checkpoint(arena: Arena, slurm: SlurmCluster) -> N
     check_exact(arena)
 
 
+def strike(slurm: SlurmCluster, following: FollowedJob, fault: str) -> None:
+    """Let a fault strike a job that trains."""
+    if fault == "killed rank":
+        processes = psutil.process_iter(["name", "cmdline"])
+        next(one for one in processes if RANK.match(" ".join(one.info["cmdline"] or ()))).kill()
+    elif fault == "preempted":
+        slurm.ask("sbatch", "--partition=high", "--nodes=3", "--cpus-per-task=2", "--ntasks=3", "--wrap=sleep 5")
+    elif fault == "controller":
+        slurm.stop("slurmctld")
+        following.wait_for("warning")
+        slurm.start("slurmctld")
+    else:
+        slurm.lose(fault.removeprefix("lost "))
+
+
 @pytest.mark.soak
-def test_killed_rank_is_relaunched(arena: Arena, slurm: SlurmCluster) -> None:
-    """The nodes relaunch the attempt in the same job."""
+@pytest.mark.parametrize(
+    ("fault", "nodes", "restarts", "claims"),
+    [
+        ("killed rank", "2", 0, 2),
+        ("controller", "2", 0, 1),
+        ("lost n3", "2:3", 0, 2),
+        ("lost n1", "2:3", 1, 2),
+        ("preempted", "2:3", 1, 2),
+    ],
+)
+def test_job_outlives_fault(
+    arena: Arena, slurm: SlurmCluster, fault: str, nodes: str, restarts: int, claims: int
+) -> None:
+    """A rank is killed, the controller restarts, a node or the first one is lost, or a higher partition takes the nodes.
+
+    The job continues, or is requeued if its batch script is lost or after a preemption. Each row is trained once.
+    """
     arena.table()
-    following = FollowedJob(arena, nodes="2", **SLOW)
+    slow_s = 1.0 if fault == "lost n1" else 0.1  # training must outlast the controller's timeout of a node
+    batch_size = 24 if nodes == "2:3" else 32
+    following = FollowedJob(arena, nodes=nodes, batch_size=batch_size, slow_rank=0, slow_s=slow_s)
     following.wait_for("checkpoint")
-    rank = next(
-        one for one in psutil.process_iter(["name", "cmdline"]) if RANK.match(" ".join(one.info["cmdline"] or ()))
-    )
-    rank.kill()
+    strike(slurm, following, fault)
     assert following.outcome().ending == "finished"
-    assert "Restarts=0" in slurm.job(following.number)
-    assert len(arena.rows("r1", ClaimRow)) == 2
-    check_exact(arena)
-
-
-@pytest.mark.soak
-def test_job_outlives_other_node(arena: Arena, slurm: SlurmCluster) -> None:
-    """A node other than the first is lost. The two others train the rest, in the same start of the job."""
-    arena.table()
-    following = FollowedJob(arena, nodes="2:3", batch_size=24, **SLOW)
-    following.wait_for("checkpoint")
-    slurm.lose("n3")
-    assert following.outcome().ending == "finished"
-    assert "Restarts=0" in slurm.job(following.number)
-    assert {row.world_size for row in arena.lineage("r1")} == {3, 2}
-    check_exact(arena)
-
-
-@pytest.mark.soak
-def test_lost_first_node_requeues(arena: Arena, slurm: SlurmCluster) -> None:
-    """The batch script is lost with the first node. The job is requeued, and the two other nodes train the rest."""
-    arena.table()  # training must outlast the controller's timeout of a node
-    following = FollowedJob(arena, nodes="2:3", batch_size=24, slow_rank=0, slow_s=1.0)
-    following.wait_for("checkpoint")
-    slurm.lose("n1")
-    assert following.outcome().ending == "finished"
-    assert any("has lost its first node" in event["message"] for event in following.of("warning"))
-    assert "Restarts=1" in slurm.job(following.number)
-    assert len(arena.rows("r1", ClaimRow)) >= 2
+    assert f"Restarts={restarts}" in slurm.job(following.number)
+    found = len(arena.rows("r1", ClaimRow))
+    assert found >= claims if "lost" in fault else found == claims
+    warnings = [event["message"] for event in following.of("warning")]
+    assert any("has lost its first node" in each for each in warnings) == (fault == "lost n1")
+    sizes, states = {row.world_size for row in arena.lineage("r1")}, following.states
+    if fault == "controller":
+        assert (sizes, len(warnings)) == ({2}, 1)
+    if fault == "lost n3":
+        assert sizes == {3, 2}
+    if fault == "preempted":
+        assert states.index("PREEMPTED") < states.index("PENDING", states.index("RUNNING"))
     check_exact(arena)
 
 
@@ -239,37 +242,6 @@ def test_orphaned_job_ends(arena: Arena, slurm: SlurmCluster) -> None:
     assert re.search("JobState=(CANCELLED|COMPLETING)|Restarts=1", slurm.job(job))
 
 
-@pytest.mark.soak
-def test_preempted_job_is_requeued(arena: Arena, slurm: SlurmCluster) -> None:
-    """A job of a higher partition takes the nodes. The run exits after a checkpoint, is requeued, and trains the rest."""
-    arena.table()
-    following = FollowedJob(arena, nodes="2:3", batch_size=24, **SLOW)
-    following.wait_for("checkpoint")
-    slurm.ask("sbatch", "--partition=high", "--nodes=3", "--cpus-per-task=2", "--ntasks=3", "--wrap=sleep 5")
-    assert following.outcome().ending == "finished"
-    states = following.states
-    assert "PREEMPTED" in states
-    assert states.index("PREEMPTED") < states.index("PENDING", states.index("RUNNING"))
-    assert "Restarts=1" in slurm.job(following.number)
-    assert len(arena.rows("r1", ClaimRow)) == 2
-    check_exact(arena)
-
-
-@pytest.mark.soak
-def test_controller_restart_is_outlasted(arena: Arena, slurm: SlurmCluster) -> None:
-    """An unavailable controller has not ended the job. The job is followed again once the controller answers."""
-    arena.table()
-    following = FollowedJob(arena, nodes="2", **SLOW)
-    following.wait_for("checkpoint")
-    slurm.stop("slurmctld")
-    following.wait_for("warning")
-    slurm.start("slurmctld")
-    assert following.outcome().ending == "finished"
-    assert len(following.of("warning")) == 1
-    assert len(arena.rows("r1", ClaimRow)) == 1
-    check_exact(arena)
-
-
 def leave_copy_on(node: str, arena: Arena) -> dict[str, Any]:
     """Train on one node until a checkpoint is committed, and stop. Return the folders of the run's checkpoints."""
     places: dict[str, Any] = {"store": str(arena.home / "far"), "local": str(arena.home / "near")}
@@ -281,36 +253,22 @@ def leave_copy_on(node: str, arena: Arena) -> dict[str, Any]:
 
 
 @pytest.mark.soak
-def test_resumed_job_gets_holder(arena: Arena, slurm: SlurmCluster) -> None:
-    """A run resumes on the node with its newest checkpoint, although Slurm would have chosen another node."""
+@pytest.mark.parametrize("holder", ["idle", "lost", "drained"])
+def test_resumed_job_gets_holder(arena: Arena, slurm: SlurmCluster, holder: str) -> None:
+    """A run resumes on the node with its newest checkpoint, although Slurm would have chosen another node.
+
+    A node that is not idle is not required. If it is lost during the job, the job gets another node after a short time.
+    """
     arena.table()
     places = leave_copy_on("n3", arena)
-    resumed = FollowedJob(arena, nodes="1", **places)
+    if holder == "drained":
+        slurm.ask("scontrol", "update", "NodeName=n3", "State=DRAIN", "Reason=test")
+    waits: dict[str, Any] = {"prefers_s": 2.0, **SLOW} if holder == "lost" else {}
+    resumed = FollowedJob(arena, nodes="1", **waits, **places)
+    if holder == "lost":
+        resumed.wait_for("checkpoint")
+        slurm.lose("n3")
     assert resumed.outcome().ending == "finished"
-    assert re.search(r" ReqNodeList=n3 .* NodeList=n3 ", slurm.job(resumed.number))
-    check_exact(arena)
-
-
-@pytest.mark.soak
-def test_lost_holder_is_not_awaited(arena: Arena, slurm: SlurmCluster) -> None:
-    """The node with the checkpoint is lost during the job. The job is requeued, and gets another node after a short time."""
-    arena.table()
-    places = leave_copy_on("n3", arena)
-    resumed = FollowedJob(arena, nodes="1", prefers_s=2.0, **places, **SLOW)
-    resumed.wait_for("checkpoint")
-    slurm.lose("n3")
-    assert resumed.outcome().ending == "finished"
-    assert re.search(r" ReqNodeList=\(null\) .* NodeList=n[12] ", slurm.job(resumed.number))
-    check_exact(arena)
-
-
-@pytest.mark.soak
-def test_down_holder_is_not_required(arena: Arena, slurm: SlurmCluster) -> None:
-    """A node that is not idle at the submission is not required."""
-    arena.table()
-    places = leave_copy_on("n3", arena)
-    slurm.ask("scontrol", "update", "NodeName=n3", "State=DRAIN", "Reason=test")
-    resumed = FollowedJob(arena, nodes="1", **places)
-    assert resumed.outcome().ending == "finished"
-    assert re.search(r" ReqNodeList=\(null\) .* NodeList=n[12] ", slurm.job(resumed.number))
+    required = "n3 .* NodeList=n3 " if holder == "idle" else r"\(null\) .* NodeList=n[12] "
+    assert re.search(f" ReqNodeList={required}", slurm.job(resumed.number))
     check_exact(arena)

@@ -9,12 +9,7 @@ import pytest
 
 from dlac_pipeline.extensions.clusters.packed_request import unpack
 from dlac_pipeline.launchers.protocol import render_job
-from tests.extensions.clusters.cluster import cluster_request
-
-SLURM = {"cpu": 8, "gpu": 4, "memory_mb": 64_000, "time_limit_s": 93_784} | {
-    "options": {"partition": "h100", "account": "lm", "constraint": "ib"},
-    "retries": 2,
-}
+from tests.extensions.clusters.cluster import SLURM, cluster_request
 
 
 def test_slurm_script_asks_for_range() -> None:

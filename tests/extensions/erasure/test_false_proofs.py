@@ -62,6 +62,7 @@ class Exported:
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
         arena.table(appends=(400,))
+        arena.table("src.other", appends=(100,))
         self.spec = small(arena, "a")
         self.row = train_sharded(arena, self.spec)[3][0]
         self.folder = arena.home.parent / "export"
@@ -69,10 +70,9 @@ class Exported:
         self.file = self.folder / "model.safetensors"
         export_weights(arena.lakehouse, tiers_of(self.spec), self.file)
 
-    def adopt(self, folder: Path, run: str = "d", **changes: object) -> JobSpec:
+    def adopt(self, folder: Path, run: str = "d") -> JobSpec:
         """Begin a run over another table, which has none of the rows, from a folder."""
-        self.arena.table("src.other", appends=(100,))
-        spec = small(self.arena, run, table="src.other", **changes)
+        spec = small(self.arena, run, table="src.other")
         adopt_checkpoint(self.arena.lakehouse, spec, foreign_checkpoint(folder))
         return spec
 
@@ -83,27 +83,28 @@ def exported(arena: Arena) -> Exported:
     return Exported(arena)
 
 
-@pytest.mark.parametrize("kind", ["weights", "changed", "state"])
-def test_adopted_export_is_affected(exported: Exported, kind: str) -> None:
-    """A run that began with an export, with changed weights of one, or with an exported state has seen what its origin had."""
-    arena, folder = exported.arena, exported.folder
-    if kind == "state":
-        export_tensors(arena.lakehouse, tiers_of(exported.spec), folder := arena.home.parent / "state")
-    if kind == "changed":
-        about = {"dlac.checkpoint_id": str(arena.head("a"))}
-        save_file({name: each * 2 for name, each in load_file(exported.file).items()}, exported.file, about)
-    d = exported.adopt(folder)
-    train_sharded(arena, d)
-    erasure = Erasure(arena, [f"row_id = {exported.row}"], exported.spec, d)
-    assert (erasure.run("d")["action"], erasure.run("d")["affected_checkpoints"]) == (
-        "fork again",
-        len(arena.lineage("d")),
-    )
+def test_adopted_export_is_affected(exported: Exported) -> None:
+    """Runs that began with an export, with changed weights of it, or with an exported state have seen what their origin had."""
+    arena, home = exported.arena, exported.arena.home.parent
+    folders = {"weights": exported.folder, "changed": home / "changed", "state": home / "state"}
+    export_tensors(arena.lakehouse, tiers_of(exported.spec), folders["state"])
+    folders["changed"].mkdir()
+    changed = {name: each * 2 for name, each in load_file(exported.file).items()}
+    about = {"dlac.checkpoint_id": str(arena.head("a"))}
+    save_file(changed, folders["changed"] / "model.safetensors", about)
+    adopted = [exported.adopt(folder, run) for run, folder in folders.items()]
+    for spec in adopted:
+        train_sharded(arena, spec)
+    erasure = Erasure(arena, [f"row_id = {exported.row}"], exported.spec, *adopted)
+    found = {each["run"]: (each["action"], each["affected_checkpoints"]) for each in erasure.plan()["runs"]}
+    assert {run: found[run] for run in folders} == {run: ("fork again", len(arena.lineage(run))) for run in folders}
     erasure.execute()
     train_sharded(arena, exported.spec)
-    with pytest.raises(SpecInvalid, match="run d: expected no restorable checkpoint"):
+    with pytest.raises(SpecInvalid) as refused:
         erasure.certify()
-    assert not [each for each in erasure.plan()["rows"]["limits"] if each.startswith("Run d")]
+    for run in folders:
+        assert f"run {run}: expected no restorable checkpoint" in str(refused.value)
+    assert not [each for each in erasure.plan()["rows"]["limits"] if each.startswith("Run ")]
 
 
 @pytest.mark.slow
@@ -219,26 +220,12 @@ def test_state_in_memory_refuses_certificate(arena: Arena, rewound: bool) -> Non
     assert erasure.certify()
 
 
-@pytest.fixture
-def certified(arena: Arena) -> tuple[Erasure, dict[str, Any]]:
-    """A request that was met and certified."""
-    arena.table(appends=(200,))
-    spec = small(arena, "r")
-    erasure = Erasure(arena, [f"row_id = {arena.train(spec)[5][0]}"], spec)
-    erasure.execute()
-    arena.train(spec)
-    document, _ = erasure.certify()
-    return erasure, document["certificate"]
-
-
-@pytest.mark.slow
-def test_forged_statements_are_found(certified: tuple[Erasure, dict[str, Any]]) -> None:
-    """Each field that a signer may state otherwise, and scripts and snapshots that would show less."""
-    erasure, honest = certified
+def forgeries(erasure: Erasure, honest: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return changes of each field that a signer may state otherwise, and scripts and snapshots that would show less."""
     run, script = honest["runs"][0], honest["script"]
     first = erasure.arena.lakehouse.own("consumption").metadata.snapshots[0].snapshot_id
     fewer = re.sub(r"(?<=read_parquet\(\[\n).*?,\n", "", script, count=1, flags=re.DOTALL)
-    forged: list[dict[str, Any]] = [
+    return [
         {"runs": [{**run, "affected": None}]},
         {"runs": [{**run, "seq": run["seq"] - 1}]},
         {"runs": [run, {**run, "run": "other"}]},
@@ -252,22 +239,48 @@ def test_forged_statements_are_found(certified: tuple[Erasure, dict[str, Any]]) 
         {"id": "0"},
         {"table_uuid": "0"},
     ]
-    for each in forged:
-        assert erasure.differences({"certificate": {**honest, **each}}), each
 
 
 @pytest.mark.slow
-def test_emptied_certificate_is_found(certified: tuple[Erasure, dict[str, Any]]) -> None:
-    """A signed certificate without runs, with a script that returns nothing, and of another date has three differences."""
-    erasure, honest = certified
-    forged = {"runs": [], "script": "SELECT 1 WHERE false", "certified_at": "2020-01-01T00:00:00+00:00"}
+def test_false_certificates_are_found(arena: Arena, tmp_path: Path) -> None:
+    """Forged statements, changed fields, other keys, and a training on the rows after all, each with its reason."""
+    arena.table(appends=(400,))
+    spec = small(arena, "r")
+    erasure = Erasure(arena, [f"row_id = {arena.train(spec)[7][0]}"], spec)
+    erasure.execute()
+    arena.train(spec)
+    document, public = erasure.certify()
+    honest = document["certificate"]
     assert erasure.differences({"certificate": honest}) == []
-    assert erasure.differences({"certificate": {**honest, "runs": []}}) == [
-        "expected in the certificate the runs ['r'], found []"
-    ]
-    found = "\n".join(erasure.differences({"certificate": {**honest, **forged}}))
+    for each in forgeries(erasure, honest):
+        assert erasure.differences({"certificate": {**honest, **each}}), each
+    missing = "expected in the certificate the runs ['r'], found []"
+    assert erasure.differences({"certificate": {**honest, "runs": []}}) == [missing]
+    empty = {"runs": [], "script": "SELECT 1 WHERE false", "certified_at": "2020-01-01T00:00:00+00:00"}
+    found = "\n".join(erasure.differences({"certificate": {**honest, **empty}}))
     assert "expected the script of DLAC" in found
     assert "rows: expected the count" in found
+    changed = json.loads(json.dumps(document))
+    changed["certificate"]["runs"][0]["head_step"] += 1
+    for signed, key in (
+        (changed, public),
+        (document, make_key(tmp_path / "other.pem")),
+        ({"certificate": honest}, public),
+    ):
+        assert not is_signed(signed, key)
+    with pytest.raises(SpecInvalid, match="expected to write the new file"):
+        make_key(arena.home / "key.pem")
+    with pytest.raises(SpecInvalid, match="expected an Ed25519 key"):
+        is_signed(document, arena.home / "key.pem")
+    assert (arena.home / "key.pem").stat().st_mode & 0o777 == 0o600
+    rewind_run(arena.lakehouse, "r", nonce="op", step=4)
+    [pending] = erasure.differences(document)
+    assert pending == "run r: expected the rows to be excluded, found that the next steps would read them"
+    arena.train(spec)
+    assert [each.split(", found")[0] for each in erasure.differences(document)][:2] == [
+        "run r: expected a head that has not seen the rows",
+        "run r: expected no restorable checkpoint that has seen the rows",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -303,16 +316,21 @@ def test_deep_certificate_is_refused(tmp_path: Path, here: Command) -> None:
     assert (refused.returncode, "expected a certificate of `dlac forget rows`" in refused.stderr) == (64, True)
 
 
-def test_expired_row_is_found_by_key(arena: Arena) -> None:
-    """A row that was deleted from the table, and whose snapshot and file are gone, is forgotten by its key."""
-    table = arena.table(appends=(200,))
-    spec = small(arena, "r", row_keys=True, identity_columns=["row_id"])
-    steps = arena.train(spec)
-    planned = table.current_snapshot()
+def lose_first_snapshot(arena: Arena, count: int) -> None:
+    """Delete all rows, append others, and expire the snapshot that was planned."""
+    planned = arena.lakehouse.load("src.t").current_snapshot()
     assert planned is not None
     remove_pin(arena.lakehouse, "src.t", planned.snapshot_id, force=True)
-    arena.lakehouse.load("src.t").overwrite(source_rows(200, 200))
+    arena.lakehouse.load("src.t").overwrite(source_rows(count, count))
     arena.lakehouse.load("src.t").maintenance.expire_snapshots().by_ids([planned.snapshot_id]).commit()
+
+
+def test_expired_row_is_found_by_key(arena: Arena) -> None:
+    """A row that was deleted from the table, and whose snapshot and file are gone, is forgotten by its key."""
+    arena.table(appends=(200,))
+    spec = small(arena, "r", row_keys=True, identity_columns=["row_id"])
+    steps = arena.train(spec)
+    lose_first_snapshot(arena, 200)
     erasure = Erasure(arena, [f"row_id = {steps[5][0]}"], spec)
     plan = erasure.plan()
     assert (plan["rows"]["count"], plan["runs"][0]["first_affected_step"]) == (1, 6)
@@ -389,14 +407,10 @@ def test_exclusion_counts_for_its_source(arena: Arena) -> None:
 @pytest.mark.slow
 def test_each_alternative_needs_its_keys(arena: Arena) -> None:
     """A filter over two kinds of keys is not answered for a file with one kind only, and contradictions match nothing."""
-    table = arena.table(appends=(64,))
+    arena.table(appends=(64,))
     spec = small(arena, "r", row_keys=True, identity_columns=["row_id"])
     arena.train(spec)
-    planned = table.current_snapshot()
-    assert planned is not None
-    remove_pin(arena.lakehouse, "src.t", planned.snapshot_id, force=True)
-    arena.lakehouse.load("src.t").overwrite(source_rows(64, 64))
-    arena.lakehouse.load("src.t").maintenance.expire_snapshots().by_ids([planned.snapshot_id]).commit()
+    lose_first_snapshot(arena, 64)
     other = small(arena, "q", row_keys=True, identity_columns=["name"])
     arena.train(other)
     either = Erasure(arena, ["row_id = 100 or name = 'row 5'"], spec, other)

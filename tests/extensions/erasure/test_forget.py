@@ -361,40 +361,6 @@ def test_unread_rows_are_only_excluded(arena: Arena) -> None:
     assert erasure.certify()
 
 
-@pytest.mark.slow
-def test_changed_certificate_is_refused(arena: Arena, tmp_path: Path) -> None:
-    """A changed field, another key, and a training on the rows after all are found, each with its reason."""
-    arena.table(appends=(400,))
-    spec = small(arena, "r")
-    steps = arena.train(spec)
-    erasure = Erasure(arena, [f"row_id = {steps[7][0]}"], spec)
-    erasure.execute()
-    arena.train(spec)
-    document, public = erasure.certify()
-    changed = json.loads(json.dumps(document))
-    changed["certificate"]["runs"][0]["head_step"] += 1
-    assert not is_signed(changed, public)
-    assert not is_signed(document, make_key(tmp_path / "other.pem"))
-    assert not is_signed({"certificate": document["certificate"]}, public)
-    with pytest.raises(SpecInvalid, match="expected to write the new file"):
-        make_key(arena.home / "key.pem")
-    with pytest.raises(SpecInvalid, match="expected an Ed25519 key"):
-        is_signed(document, arena.home / "key.pem")
-    assert (arena.home / "key.pem").stat().st_mode & 0o777 == 0o600
-    rewind_run(arena.lakehouse, "r", nonce="op", step=4)
-    [pending] = erasure.differences(document)
-    assert pending == "run r: expected the rows to be excluded, found that the next steps would read them"
-    arena.train(spec)
-    found = erasure.differences(document)
-    assert [each.split(", found")[0] for each in found] == [
-        "run r: expected a head that has not seen the rows",
-        "run r: expected no restorable checkpoint that has seen the rows",
-        *[each.split(", found")[0] for each in found[2:]],
-    ]
-    with duckdb.connect() as plain:
-        assert plain.execute(erasure.plan()["rows"]["statement"]).fetchall() is not None
-
-
 def test_bad_requests_are_refused(arena: Arena) -> None:
     """An unknown table or column, and a filter without a planned row, change nothing."""
     arena.table(appends=(200,))

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from dlac_pipeline.extensions.erasure.forget import plan_forget
+from dlac_pipeline.extensions.erasure.limits import LIMITS
 from tests.conftest import Arena
 
 _PAGE = Path(__file__).parents[3] / "docs" / "extensions" / "erasure.md"
@@ -40,3 +41,9 @@ def test_page_forgets_word_for_word(arena: Arena, tmp_path: Path) -> None:
     assert "the rows are forgotten" in subprocess.run(
         commands[0].replace("doc_id", "row_id"), shell=True, env=environment, capture_output=True, text=True, check=True
     ).stdout  # fmt: skip
+
+
+def test_page_lists_each_limit() -> None:
+    """The page has the sentences of the list, in their order, and no others."""
+    section = _PAGE.read_text().partition("## What a certificate does not cover")[2]
+    assert re.findall("^- (.*)$", section, re.MULTILINE) == list(LIMITS)

@@ -60,12 +60,18 @@ def test_passport_has_what_both_runs_read(forked: Forked) -> None:
     """Every row that the fork and its parent had read is found after the lakehouse is gone, and few others are."""
     out, facts = forked.export("b")
     assert facts["passport"] == str(passport_of(out))
+    question = ("passport", "check", str(out), "1007", "--json")
+    known = json.loads(forked.here(*question, home=forked.arena.home).stdout)
+    assert (known["trained_on"].split()[0], known["passport"]) == ("probably", "as in the ledger")
     shutil.rmtree(forked.arena.home)
     with closing(OpenPassport(out)) as passport:
         assert (passport.facts.documents, passport.facts.incomplete) == (len(forked.parent_rows) + 200, ())
         assert all(passport.has([str(row)]) for row in {*forked.parent_rows, *range(1000, 1200)})
         others = [row for row in range(0, 3000, 5) if row not in forked.parent_rows and not 1000 <= row < 1200]
         assert sum(passport.has([str(row)]) for row in others) < 0.02 * len(others)
+        for document in (["seven"], ["7", "8"], [""]):  # no integer, and two values for one column
+            with pytest.raises(SpecInvalid, match="expected the values of the columns"):
+                passport.has(document)
     answers = [
         json.loads(forked.here("passport", "check", str(out), row, "--json").stdout)["trained_on"]
         for row in ("1007", "999999")
@@ -101,23 +107,14 @@ def test_keys_of_other_columns_are_unknown(arena: Arena, here: Command) -> None:
         assert passport.facts.incomplete == ('1 data files of src.t have no keys of {"row_id": "BIGINT"}',)
 
 
-@pytest.mark.slow
-def test_run_without_keys_has_no_passport(arena: Arena, here: Command) -> None:
-    """The export is written, and the command reports that there is no passport."""
-    arena.table(appends=(100,))
-    arena.train(arena.spec("a", world_size=1, passes=1))
-    out, refused = Forked(arena, here, set()).export("a")
-    assert "set source.row_keys in the job spec" in refused
-    assert not passport_of(out).exists()
-    with pytest.raises(SpecInvalid, match="expected a passport that `dlac passport write` wrote"):
-        OpenPassport(out)
-
-
 def test_wrong_passport_is_refused(forked: Forked) -> None:
-    """One of other weights, one cut short, and one of another format."""
+    """One of other weights, one cut short, one of another format, and one without documents, whose own digest fits.
+
+    So are weights whose header still names the checkpoint.
+    """
     first, _ = forked.export("a", "a.safetensors")
     second, _ = forked.export("b", "b.safetensors")
-    content = passport_of(first).read_bytes()
+    own, content = passport_of(second).read_bytes(), passport_of(first).read_bytes()
     passport_of(second).write_bytes(content)
     with pytest.raises(
         SpecInvalid, match=r"expected the weights of checkpoint 'a-.*', as their passport says, found others"
@@ -131,47 +128,36 @@ def test_wrong_passport_is_refused(forked: Forked) -> None:
         passport_of(first).write_bytes(damaged)
         with pytest.raises(SpecInvalid, match="expected a passport that `dlac passport write` wrote"):
             OpenPassport(first)
+    check_forged(forked, second, own)
+    passport_of(second).write_bytes(own)
+    with safe_open(second, framework="pt") as opened:
+        save_file({"weight": torch.ones(1)}, second, opened.metadata())
+    with pytest.raises(SpecInvalid, match=r"found others in .*b.safetensors"):
+        OpenPassport(second)
 
 
-def test_forged_passport_is_not_in_ledger(forked: Forked) -> None:
-    """A passport without documents, whose own digest fits, is refused where the ledger knows the weights."""
-    out, _ = forked.export("b")
-    question = ("passport", "check", str(out), "1007", "--json")
-    known = json.loads(forked.here(*question, home=forked.arena.home).stdout)
-    assert (known["trained_on"].split()[0], known["passport"]) == ("probably", "as in the ledger")
-    line, _, filtered = passport_of(out).read_bytes().partition(b"\n")
+def check_forged(forked: Forked, out: Path, content: bytes) -> None:
+    """Check that a passport without documents, whose own digest fits, is refused where the ledger knows the weights."""
+    line, _, filtered = content.partition(b"\n")
     facts = json.loads(line)
     del facts["digest"]
     digest = blake3(json.dumps(facts, sort_keys=True).encode() + b"\n" + bytes(len(filtered))).hexdigest()
     passport_of(out).write_bytes(json.dumps(facts | {"digest": digest}).encode() + b"\n" + bytes(len(filtered)))
+    question = ("passport", "check", str(out), "1007", "--json")
     forged = json.loads(forked.here(*question, home=forked.arena.home.parent / "nowhere").stdout)
     assert forged["passport"] == "not compared with the ledger, which is not here"
     refused = forked.here(*question, home=forked.arena.home)
     assert (refused.returncode, "found a changed one" in refused.stderr) == (64, True)
 
 
-def test_other_weights_are_refused(forked: Forked) -> None:
-    """Weights whose header still names the checkpoint, and another file in the place of the export."""
-    out, _ = forked.export("b")
-    with safe_open(out, framework="pt") as opened:
-        save_file({"weight": torch.ones(1)}, out, opened.metadata())
-    with pytest.raises(SpecInvalid, match=r"found others in .*weights.safetensors"):
-        OpenPassport(out)
-
-
 @pytest.mark.slow
-def test_weights_without_keys_lose_passport(forked: Forked) -> None:
-    """Weights of a run without keys replace an export, whose passport would speak of them."""
+def test_run_without_keys_has_no_passport(forked: Forked) -> None:
+    """The weights replace an export, whose passport would speak of them, and the command reports that there is none."""
     out, _ = forked.export("b")
     forked.arena.table("src.w", appends=(64,))
     forked.arena.train(forked.arena.spec("w", table="src.w", world_size=1, passes=1))
-    forked.export("w")
+    _, refused = forked.export("w")
+    assert "set source.row_keys in the job spec" in refused
     assert not passport_of(out).exists()
-
-
-@pytest.mark.parametrize("document", [["seven"], ["7", "8"], [""]])
-def test_document_has_the_columns_of_the_keys(forked: Forked, document: list[str]) -> None:
-    """A text that is no integer, or two values for one column."""
-    out, _ = forked.export("b")
-    with closing(OpenPassport(out)) as passport, pytest.raises(SpecInvalid, match="expected the values of the columns"):
-        passport.has(document)
+    with pytest.raises(SpecInvalid, match="expected a passport that `dlac passport write` wrote"):
+        OpenPassport(out)

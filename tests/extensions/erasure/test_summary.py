@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.audit.lakehouse_sql import open_audit
 from dlac_pipeline.extensions.branches.rewind import rewind_run
@@ -16,9 +14,8 @@ from tests.fixtures import Command
 from tests.integration.audit_runs import Workshop, trained
 
 
-@pytest.fixture
-def forked(arena: Arena) -> Arena:
-    """A run over one table, and a fork of its step 10 over another table with some rows excluded."""
+def test_totals_are_those_of_the_audit(arena: Arena, here: Command) -> None:
+    """Of a fork with some rows excluded, and of its parent as it was at the fork, as a text that the provider completes."""
     arena.table(appends=(500,))
     arena.table("src.u", appends=(200,))
     arena.train(arena.spec("a", world_size=1, passes=1, every_steps=5), until=14)
@@ -26,38 +23,35 @@ def forked(arena: Arena) -> Arena:
     fork_run(arena.lakehouse, child, "a", step=10)
     arena.train(child)
     arena.monkeypatch.delenv("DLAC_HOME")
-    return arena
-
-
-def test_totals_are_those_of_the_audit(forked: Arena, here: Command) -> None:
-    """Of the run, and of its parent as it was at the fork."""
-    found = json.loads(here("summary", "b", "--json", home=forked.home).stdout)
-    audits = [audit_run(forked.lakehouse, "b"), audit_run(forked.lakehouse, "a", "10")]
+    found = json.loads(here("summary", "b", "--json", home=arena.home).stdout)
+    audits = [audit_run(arena.lakehouse, "b"), audit_run(arena.lakehouse, "a", "10")]
     assert [{**each, "sources": None} for each in found] == [
         {**json.loads(json.dumps(each.to_json(), default=str)), "sources": None} for each in audits
     ]
     for each in found:
         assert sum(source["rows_consumed"] for source in each["sources"]) == each["rows_consumed"]
     assert [each["sources"][0]["source_table"] for each in found] == ["src.u", "src.t"]
-    assert [each["sources"][0]["excluded"] for each in found] == [
-        [{"where": "row_id < 20", "since_step": 1}],
-        [],
-    ]
-
-
-def test_summary_is_a_text_to_complete(forked: Arena, here: Command) -> None:
-    """It names both runs, what was excluded, the total, and what the provider has to state."""
-    text = here("summary", "b", home=forked.home).stdout
+    excluded = [{"where": "row_id < 20", "since_step": 1}]
+    assert [each["sources"][0]["excluded"] for each in found] == [excluded, []]
+    text = here("summary", "b", home=arena.home).stdout
     for part in (
         "### Run b",
         "### Run a",
         "`row_id < 20` of src.u, in run b from step 1 on",
         "began with the model of run a at step 10",
+        f"{180 + 10 * 32} rows consumed",
+        "The audit of the ledger is exact",
     ):
         assert part in text
-    assert f"{180 + 10 * 32} rows consumed" in text
-    assert "The audit of the ledger is exact" in text
     assert text.count("To be stated") >= 6
+    for arguments, kind in {
+        ("b", "--template", "us"): "SpecInvalid",
+        ("none",): "NoSuchRun",
+        ("b", "--checkpoint", "7777"): "NoSuchCheckpoint",
+    }.items():
+        done = here("summary", *arguments, home=arena.home)
+        assert (done.returncode, done.stdout) == (64, "")
+        assert kind in done.stderr
 
 
 def test_later_exclusion_is_dated(arena: Arena, here: Command) -> None:
@@ -93,18 +87,3 @@ def test_untrained_run_has_no_summary(arena: Arena, here: Command) -> None:
     done = here("summary", "r", home=arena.home)
     assert (done.returncode, done.stdout) == (64, "")
     assert "expected a checkpoint of run 'r', found none yet" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "kind"),
-    [
-        (("summary", "b", "--template", "us"), "SpecInvalid"),
-        (("summary", "none"), "NoSuchRun"),
-        (("summary", "b", "--checkpoint", "7777"), "NoSuchCheckpoint"),
-    ],
-)
-def test_wrong_summary_is_refused(forked: Arena, here: Command, arguments: tuple[str, ...], kind: str) -> None:
-    """An unknown template, run or checkpoint."""
-    done = here(*arguments, home=forked.home)
-    assert (done.returncode, done.stdout) == (64, "")
-    assert kind in done.stderr

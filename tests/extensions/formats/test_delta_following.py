@@ -229,20 +229,11 @@ def test_table_in_object_store_is_read(arena: Arena, store: ObjectStore) -> None
     options |= {"AWS_REGION": "us-east-1", "AWS_ALLOW_HTTP": "true", "AWS_S3_ALLOW_UNSAFE_RENAME": "true"}
     write_deltalake("s3://lake/a b", source_rows(0, 64), storage_options=options, partition_by=["name"])
     remote = store.lakehouse(arena.home / "remote")
-    dataset = open_dataset(
-        lakehouse=remote, home=arena.home, format="delta", table="s3://lake/a b", columns=["row_id"], batch_size=16
-    )
+    settings: dict[str, Any] = {"format": "delta", "table": "s3://lake/a b", "columns": ["row_id"], "batch_size": 16}
+    dataset = open_dataset(lakehouse=remote, home=arena.home, **settings)
     batches = iter(dataset)
     first = next(batches)["row_id"].tolist()
     state = dataset.state_dict()
-    again = open_dataset(
-        lakehouse=remote,
-        home=arena.home,
-        format="delta",
-        table="s3://lake/a b",
-        columns=["row_id"],
-        batch_size=16,
-        state=state,
-    )
+    again = open_dataset(lakehouse=remote, home=arena.home, **settings, state=state)
     rest = [row for batch in again for row in batch["row_id"].tolist()]
     assert sorted(first + rest) == list(range(64))

@@ -15,6 +15,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from dlac_pipeline.extensions.listeners.settings import ListenersSpec
+from dlac_pipeline.spec.job_spec import JobSpec
 from tests.conftest import PROGRAMS
 from tests.installed import install_distribution
 
@@ -26,6 +28,16 @@ def install_strangers(folder: Path) -> Path:
     source = (PROGRAMS / "strange_listeners.py").read_text()
     points = [f"{name} = strange_listeners:{kind}" for name, kind in STRANGERS.items()]
     return install_distribution(folder, "strange-listeners", {"strange_listeners": source}, {"dlac.listeners": points})
+
+
+def with_listeners(spec: JobSpec, **listeners: Any) -> JobSpec:
+    """Return a spec with listeners."""
+    return spec.model_copy(update={"listeners": ListenersSpec.model_validate(listeners)})
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """Return the events in a file of the recording listener."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def read_wandb_records(path: Path) -> Iterator[bytes]:

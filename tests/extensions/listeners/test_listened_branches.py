@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +13,18 @@ import yaml
 from dlac_pipeline.extensions.branches.rewind import rewind_run
 from dlac_pipeline.extensions.exchange.fork import fork_run
 from dlac_pipeline.extensions.listeners.events import AttemptStarted, ProgressMade
-from dlac_pipeline.extensions.listeners.settings import ListenersSpec
 from dlac_pipeline.lakehouse.ledger.branches import left_by_rewinds
 from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, CheckpointRow
 from dlac_pipeline.spec.job_spec import JobSpec
 from tests.conftest import Arena
-from tests.extensions.listeners.listening import Receiver, install_strangers, read_wandb_run, running_receiver, scrape
+from tests.extensions.listeners.listening import (
+    Receiver,
+    read_events,
+    read_wandb_run,
+    running_receiver,
+    scrape,
+    with_listeners,
+)
 from tests.extensions.replicas.replica_runs import STEPS
 from tests.integration.test_cli import dlac
 from tests.integration.test_resuming import damage
@@ -60,11 +64,6 @@ class Branched:
         return found
 
 
-def read_events(path: Path) -> list[dict[str, Any]]:
-    """Return the events in a file of the recording listener."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def write_job(spec: JobSpec, folder: Path) -> str:
     """Write a spec to a file, and return its path."""
     path = folder / f"{spec.run}.yaml"
@@ -73,7 +72,7 @@ def write_job(spec: JobSpec, folder: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def branched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Branched]:
+def branched(strangers: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Branched]:
     """Train to step 63, go back to step 20 by a command, train again without rows, retire what was left, and fork."""
     folder = tmp_path_factory.mktemp("branched")
     chosen: dict[str, Any] = {
@@ -86,27 +85,13 @@ def branched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Branched]:
         monkeypatch.setenv("OPENLINEAGE_URL", receiver.url)
         monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
         monkeypatch.setenv("MLFLOW_TRACKING_URI", (folder / "mlruns").as_uri())
-        monkeypatch.setenv("PYTHONPATH", str(install_strangers(tmp_path_factory.mktemp("strangers"))))
-        monkeypatch.syspath_prepend(os.environ["PYTHONPATH"])
         arena = Arena(folder / "home", monkeypatch)
         arena.table()
-        plain = arena.spec("r", world_size=1, passes=1)
-        spec = plain.model_copy(update={"listeners": ListenersSpec.model_validate(chosen)})
+        spec = with_listeners(arena.spec("r", world_size=1, passes=1), **chosen)
         job = write_job(spec, folder)
         arena.train(spec)
-        arguments = [
-            "rewind",
-            "r",
-            "--to-step",
-            "20",
-            "--exclude",
-            "row_id >= 1800",
-            "--why",
-            "bad rows",
-            "--spec",
-            job,
-        ]
-        done = dlac(*arguments, home=arena.home)
+        excluded = ("--exclude", "row_id >= 1800", "--why", "bad rows")
+        done = dlac("rewind", "r", "--to-step", "20", *excluded, "--spec", job, home=arena.home)
         assert done.returncode == 0, done.stderr
         after_rewind = read_events(folder / "events.jsonl")
         arena.train(spec)
@@ -174,16 +159,13 @@ def test_openlineage_counts_surviving_rows(branched: Branched) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cause", ["rewind", "damaged"])
-def test_launch_reports_unheard_move(arena: Arena, tmp_path: Path, cause: str) -> None:
+def test_launch_reports_unheard_move(arena: Arena, strangers: None, tmp_path: Path, cause: str) -> None:
     """A rewind by a caller without the spec, and a damaged checkpoint, reach the listeners of the next launch."""
-    arena.monkeypatch.setenv("PYTHONPATH", str(install_strangers(tmp_path)))
-    arena.monkeypatch.syspath_prepend(tmp_path)
     arena.monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     arena.monkeypatch.setenv("WANDB_MODE", "offline")
     arena.table()
-    chosen = {"wandb": {}, "records": {"path": str(tmp_path / "events.jsonl")}}
-    plain = arena.spec("r", world_size=1, passes=1)
-    spec = plain.model_copy(update={"listeners": ListenersSpec.model_validate(chosen)})
+    records = {"path": str(tmp_path / "events.jsonl")}
+    spec = with_listeners(arena.spec("r", world_size=1, passes=1), wandb={}, records=records)
     arena.train(spec, until=45)
     if cause == "rewind":
         rewind_run(arena.lakehouse, "r", nonce="op", step=30, exclude=["row_id >= 1800"])
@@ -228,16 +210,12 @@ def test_endpoint_forgets_failed_attempt(arena: Arena) -> None:
 
 
 @pytest.mark.slow
-def test_rejoined_groups_show_true_losses(campaign: Arena, tmp_path: Path) -> None:
+def test_rejoined_groups_show_true_losses(campaign: Arena, strangers: None, tmp_path: Path) -> None:
     """Replica groups, one of which dies, with asynchronous checkpoints: each sampled loss is that of its step in the ledger."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setenv("PYTHONPATH", str(install_strangers(tmp_path)))
-        monkeypatch.syspath_prepend(tmp_path)
-        listeners = {"records": {"path": str(tmp_path / "events.jsonl")}}
-        settings = {"replicas": 3, "world_size": 1, "steps": STEPS, "mode": "asynchronous", "pause_s": 0.04}
-        spec = campaign.spec("heard", "train_replicas.py", **settings, dies_forward="1:23")
-        launch = campaign.launch(spec.model_copy(update={"listeners": ListenersSpec.model_validate(listeners)}))
-        assert launch.wait() == 0, launch.stderr
+    settings = {"replicas": 3, "world_size": 1, "steps": STEPS, "mode": "asynchronous", "pause_s": 0.04}
+    spec = campaign.spec("heard", "train_replicas.py", **settings, dies_forward="1:23")
+    launch = campaign.launch(with_listeners(spec, records={"path": str(tmp_path / "events.jsonl")}))
+    assert launch.wait() == 0, launch.stderr
     losses, events = campaign.losses("heard"), read_events(tmp_path / "events.jsonl")
     progress = [each for each in events if each["kind"] == "ProgressMade" and each["loss_step"]]
     assert progress

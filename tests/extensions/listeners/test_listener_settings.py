@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from dataclasses import replace
@@ -26,7 +25,6 @@ from dlac_pipeline.extensions.listeners.translate import EventTranslator
 from dlac_pipeline.lakehouse.errors import BadInput, SpecInvalid
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
 from dlac_pipeline.supervise.liveness.heartbeat import HeartbeatFile, Phase, Spent
-from tests.extensions.listeners.listening import install_strangers
 from tests.unit.test_spec import GOOD
 
 pytestmark = pytest.mark.usefixtures("only_this_process")
@@ -103,23 +101,6 @@ def test_unknown_listener_is_refused() -> None:
     """The message has the name that is meant."""
     with pytest.raises(BadInput, match=r"listener in \[listeners\.mlfow\], found 'mlfow': did you mean 'mlflow'\?"):
         spec_with(mlfow={}).section(ListenersSpec).check_here()
-
-
-def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The message has the command that installs it."""
-    monkeypatch.setitem(sys.modules, "mlflow", None)
-    wanted = r'the package mlflow for \[listeners\.mlflow\], found none: pip install "dlac-pipeline\[listeners\]"'
-    with pytest.raises(BadInput, match=wanted):
-        spec_with(mlflow={}).section(ListenersSpec).check_here()
-
-
-def test_entry_points_of_others_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A distribution on the path has listeners, which are not imported for the check."""
-    monkeypatch.syspath_prepend(install_strangers(tmp_path))
-    spec_with(records={"path": "x"}, raises={}).section(ListenersSpec).check_here()
-    (tmp_path / "strange_listeners.py").unlink()
-    with pytest.raises(BadInput, match=r"the package strange_listeners for \[listeners\.records\], found none"):
-        spec_with(records={}).section(ListenersSpec).check_here()
 
 
 def test_oldest_progress_is_dropped(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -18,11 +17,16 @@ import psutil
 import pytest
 import yaml
 
-from dlac_pipeline.extensions.listeners.settings import ListenersSpec
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow
-from dlac_pipeline.spec.job_spec import JobSpec
 from tests.conftest import PROGRAMS, Arena, Launch, wait_until
-from tests.extensions.listeners.listening import Receiver, install_strangers, read_wandb_run, running_receiver, scrape
+from tests.extensions.listeners.listening import (
+    Receiver,
+    read_events,
+    read_wandb_run,
+    running_receiver,
+    scrape,
+    with_listeners,
+)
 from tests.forked import Forked
 from tests.launched_nodes import job, train_together
 from tests.ports import own_port
@@ -44,21 +48,7 @@ class Listened:
     @property
     def recorded(self) -> list[dict[str, Any]]:
         """Events that the recording listener received."""
-        return [json.loads(line) for line in (self.folder / "events.jsonl").read_text().splitlines()]
-
-
-def with_listeners(spec: JobSpec, **listeners: Any) -> JobSpec:
-    """Return a spec with listeners."""
-    return spec.model_copy(update={"listeners": ListenersSpec.model_validate(listeners)})
-
-
-@pytest.fixture(scope="module")
-def strangers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Let processes find the listeners of another distribution."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setenv("PYTHONPATH", str(install_strangers(tmp_path_factory.mktemp("strangers"))))
-        monkeypatch.syspath_prepend(os.environ["PYTHONPATH"])
-        yield
+        return read_events(self.folder / "events.jsonl")
 
 
 @pytest.fixture(scope="module")
@@ -318,7 +308,7 @@ def test_torchrun_emits_same_events(campaign: Arena, strangers: None, tmp_path: 
         _, errors = process.communicate()
     assert process.returncode == 0, errors
     wait_until(lambda: '"closed"' in events.read_text(), what="the end of the listeners")
-    found = [json.loads(line) for line in events.read_text().splitlines()]
+    found = read_events(events)
     kinds = [each["kind"] for each in found]
     assert {"AttemptStarted", "ProgressMade", "CheckpointCommitted", "AttemptEnded"} <= set(kinds)
     assert found[kinds.index("AttemptEnded")]["ending"] == "finished"
@@ -335,7 +325,7 @@ def test_leading_node_alone_emits(campaign: Arena, strangers: None, tmp_path: Pa
     leader, other = train_together(campaign, spec)
     leader.destroy()
     assert other.wait() == 0, other.stderr
-    found = [json.loads(line) for line in events.read_text().splitlines()]
+    found = read_events(events)
     started = [each["attempt"] for each in found if each["kind"] == "AttemptStarted"]
     assert started == [row.attempt for row in campaign.rows(spec.run, ClaimRow)]
     committed = [each["checkpoint_id"] for each in found if each["kind"] == "CheckpointCommitted"]

@@ -121,7 +121,6 @@ class Loader:
 def open_loader(job, state):
     return Loader(job, state)
 """
-PASSES = "second_pass,second_pass_shuffled,pass_boundary,between_passes"
 
 
 class Folder:
@@ -201,46 +200,40 @@ def test_order_of_process_is_found(folder: Folder) -> None:
     assert verdicts["kill"]["repeated"] == verdicts["kill"]["missing"] > 0
 
 
-@pytest.mark.slow
-def test_shuffled_passes_are_exact(folder: Folder) -> None:
-    """A loader whose order depends on the number of the pass is exact, wherever it is resumed."""
-    status, verdicts, errors = folder.check(PERMUTED, PASSES)
-    assert status == 0, errors
-    assert [each["exact"] for each in verdicts.values()] == [True] * 4
-
-
-@pytest.mark.slow
-def test_lost_epoch_seed_is_found(folder: Folder) -> None:
-    """A resumed pass in the order of the first one repeats rows within it. Started again, it repeats none, but has that order."""
-    lost = "0 if self.resumed else pass_number"
-    status, verdicts, errors = folder.check(PERMUTED.replace("epoch = pass_number", f"epoch = {lost}"), PASSES)
-    expected = {"second_pass": True, "second_pass_shuffled": False, "pass_boundary": True, "between_passes": False}
-    assert (status, {name: each["exact"] for name, each in verdicts.items()}) == (1, expected), errors
-    assert verdicts["second_pass_shuffled"]["repeated"] == verdicts["second_pass_shuffled"]["missing"] > 0
-    assert verdicts["between_passes"]["remark"].startswith("the resumed pass has the order of the first one")
-
-
-@pytest.mark.slow
-def test_constant_order_is_not_lost(folder: Folder) -> None:
-    """A loader with one order for all passes loses none by a resume."""
-    status, verdicts, errors = folder.check(PERMUTED.replace("job.seed + epoch", "job.seed"), "between_passes")
-    assert (status, verdicts["between_passes"]["exact"]) == (0, True), errors
+ALL_EXACT = dict.fromkeys(("second_pass", "second_pass_shuffled", "pass_boundary", "between_passes"), True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("before", "after", "scenario"),
+    ("before", "after", "expected"),
     [
-        ("self.at, self.resumed = 0, False", "self.resumed = False", "between_passes"),
-        ("""["at"] if state""", """["at"] % 1024 if state""", "pass_boundary"),
+        ("", "", ALL_EXACT),
+        (
+            "epoch = pass_number",
+            "epoch = 0 if self.resumed else pass_number",
+            {**ALL_EXACT, "second_pass_shuffled": False, "between_passes": False},
+        ),
+        ("job.seed + epoch", "job.seed", {"between_passes": True}),
+        ("self.at, self.resumed = 0, False", "self.resumed = False", {"between_passes": False}),
+        ("""["at"] if state""", """["at"] % 1024 if state""", {"pass_boundary": False}),
     ],
+    ids=["order of the pass", "lost seed", "one order", "end skips a pass", "end begins it again"],
 )
-def test_wrong_end_of_pass_is_found(folder: Folder, before: str, after: str, scenario: str) -> None:
-    """A state of the end of a pass that skips the next one, or that begins the pass again, is not exact."""
-    assert PERMUTED.count(before) == 1
-    status, verdicts, errors = folder.check(PERMUTED.replace(before, after), scenario)
-    assert (status, verdicts[scenario]["exact"]) == (1, False), errors
-    assert verdicts[scenario]["repeated"] + verdicts[scenario]["missing"] == 2048
+def test_passes_are_judged(folder: Folder, before: str, after: str, expected: dict[str, bool]) -> None:
+    """A loader whose order depends on the number of the pass is exact, wherever it is resumed, and so is one order for all.
+
+    A resumed pass in the order of the first one repeats rows within it, or has that order. A state of the end of a pass may
+    skip the next one, or begin the pass again.
+    """
+    assert not before or PERMUTED.count(before) == 1
+    status, verdicts, errors = folder.check(PERMUTED.replace(before, after), ",".join(expected))
+    exact = {name: each["exact"] for name, each in verdicts.items()}
+    assert (status, exact) == (int(False in expected.values()), expected), errors
+    if "resumed else" in after:
+        assert verdicts["second_pass_shuffled"]["repeated"] == verdicts["second_pass_shuffled"]["missing"] > 0
+        assert verdicts["between_passes"]["remark"].startswith("the resumed pass has the order of the first one")
+    elif False in expected.values():
+        assert [each["repeated"] + each["missing"] for each in verdicts.values()] == [2048]
 
 
 def job_with(**given: Any) -> Job:

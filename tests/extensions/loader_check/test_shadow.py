@@ -15,7 +15,7 @@ import pytest
 
 from dlac_pipeline.extensions.loader_check import Shadow
 from dlac_pipeline.extensions.loader_check.shadow.compare import ShadowReport, compare_shadow
-from dlac_pipeline.lakehouse.errors import BadInput, SpecInvalid
+from dlac_pipeline.lakehouse.errors import BadInput
 from tests.conftest import PROGRAMS, source_rows
 from tests.forked import Forked
 
@@ -144,17 +144,23 @@ def test_loop_is_counted_without_dlac(arena: Arena, begin: int, ranks: int, reas
     assert f"DLAC's reader was not run: {reason}" in report.notes
 
 
+def show(arena: Arena, here: Command, *options: str) -> tuple[int, str]:
+    """Return the status and the output of the command."""
+    spec = arena.home / "job.yaml"
+    spec.write_text(arena.spec("shadowed", batch_size=20, key_groups=4, passes=1).model_dump_json())
+    shown = here("shadow", str(spec), str(arena.home / "shadow"), "--by", "row_id", *options)
+    return shown.returncode, shown.stdout
+
+
 @pytest.mark.slow
 def test_column_without_counts_is_shown(arena: Arena, home: Path, here: Command) -> None:
     """The command shows a dash where DLAC's reader was not run, and the reason."""
     arena.table(appends=(100,))
     for start in (2, 3):
         Shadow(home / "shadow", step=start).step(range(20 * start, 20 * start + 20))
-    spec = home / "job.yaml"
-    spec.write_text(arena.spec("shadowed", batch_size=20, key_groups=4, passes=1).model_dump_json())
-    shown = here("shadow", str(spec), str(home / "shadow"), "--by", "row_id")
-    lines = shown.stdout.splitlines()
-    assert (shown.returncode, ["read", "40", "-"] in [line.split() for line in lines]) == (0, True), shown.stderr
+    status, output = show(arena, here)
+    lines = output.splitlines()
+    assert (status, ["read", "40", "-"] in [line.split() for line in lines]) == (0, True)
     [restart] = [line for line in lines if line.startswith("launch 2")]
     assert restart.endswith("your loop read 60, 61, 62, 63, 64, ..., of which it had trained 0")
     assert any(line.startswith("note: DLAC's reader was not run: ") for line in lines)
@@ -203,16 +209,13 @@ def test_skipped_rows_are_missing(arena: Arena, home: Path, here: Command) -> No
     with Shadow(home / "shadow", step=0) as shadow:
         for start in range(0, 80, 20):
             shadow.step(range(start, start + 20))
-    spec = home / "job.yaml"
-    spec.write_text(arena.spec("shadowed", batch_size=20, key_groups=4, passes=1).model_dump_json())
-    shown = here("shadow", str(spec), str(home / "shadow"), "--by", "row_id")
-    assert shown.returncode == 1
-    lines = shown.stdout.splitlines()
+    status, output = show(arena, here)
+    assert status == 1
+    lines = output.splitlines()
     assert ["missing", "20", "0"] in [line.split() for line in lines]
     [missing] = [line for line in lines if line.startswith("missing in pass 0: 20 rows")]
     assert missing.endswith(".parquet#3; such as 80, 81, 82, 83, 84")
-    asked = here("shadow", str(spec), str(home / "shadow"), "--by", "row_id", "--json")
-    assert json.loads(asked.stdout)["missing"] == 20
+    assert json.loads(show(arena, here, "--json")[1])["missing"] == 20
 
 
 @pytest.mark.slow
@@ -235,21 +238,14 @@ def test_deleted_and_filtered_rows_differ(arena: Arena) -> None:
         ("name", {}, "expected integers in column 'name'"),
         ("absent", {}, "found only ['row_id', 'x', 'even', 'name']"),
         ("row_id", {"version": 5}, "expected snapshot 5 in table"),
+        ("row_id", {}, "found 10 repeated values"),
     ],
 )
 def test_bad_comparison_is_refused(arena: Arena, by: str, changes: dict[str, Any], expected: str) -> None:
-    """Columns without integers, and unknown snapshots."""
+    """Columns without integers or with a value twice, and unknown snapshots."""
     arena.table(appends=(100,))
+    arena.lakehouse.load("src.t").append(source_rows(90, 20))
     Shadow(arena.home / "shadow", step=0, rank=0, world_size=2).step(range(20))
     settings = {"batch_size": 20, "key_groups": 4, "passes": 1, "world_size": 1, **changes}
     with pytest.raises(BadInput, match=re.escape(expected)):
         compare_shadow(arena.lakehouse, arena.spec("shadowed", **settings), arena.home / "shadow", by=by)
-
-
-def test_rows_need_distinct_ids(arena: Arena) -> None:
-    """A column with a value twice is no key."""
-    arena.table(appends=(100,))
-    arena.lakehouse.load("src.t").append(source_rows(90, 20))
-    Shadow(arena.home / "shadow", step=0).step(range(20))
-    with pytest.raises(SpecInvalid, match="found 10 repeated values"):
-        compare(arena)

@@ -43,39 +43,30 @@ def test_deadly_rows_are_quarantined(arena: Arena) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("rows", [300, 20])
-def test_last_deadly_rows_are_quarantined_visibly(arena: Arena, rows: int) -> None:
-    """The rows are in the run's last or only batch. The leg without them is committed nevertheless."""
+@pytest.mark.parametrize(("rows", "follow"), [(300, "pinned"), (20, "pinned"), (320, "appends")])
+def test_last_deadly_rows_are_quarantined_visibly(arena: Arena, rows: int, follow: str) -> None:
+    """The rows are in the run's last or only batch. The leg without them is committed nevertheless.
+
+    A run that follows its table ends. The next launch knows the quarantine, and does not die again.
+    """
     arena.table(appends=(rows,))
     batches = arena.train(arena.spec("before", world_size=1, passes=1))
     last = batches[max(batches)]
     settings: dict[str, Any] = {"deaths_at_same_rows": 2, "attempts_without_progress": 2, "deadly_row": last[0]}
-    launch = arena.launch(arena.spec("r", world_size=1, passes=1, every_steps=max(1, max(batches) - 1), **settings))
+    settings |= {"passes": 1, "every_steps": max(1, max(batches) - 1), "follow": follow}
+    spec = arena.spec("r", world_size=1, **settings)
+    launch = arena.launch(spec)
     assert launch.wait() == 0, launch.stderr
     named = arena.rows("r", QuarantinedRowsRow)
     assert sum(each.rows for each in named) == len(last)
     assert [row.step for row in arena.lineage("r")][-1] == max(batches) - 1
+    if follow == "appends":
+        again = arena.launch(spec)
+        assert again.wait() == 0, again.stderr
+        assert not again.of("failure")
     report = audit_run(arena.lakehouse, "r")
-    assert (report.exact, report.problems, report.finished) == (True, (), True)
-    assert (report.rows_consumed, report.rows_quarantined) == (rows - len(last), len(last))
-
-
-@pytest.mark.soak
-def test_following_run_leaves_rows_out_once(arena: Arena) -> None:
-    """The run has no more rows, and ends. The next launch knows the quarantine, and does not die again."""
-    arena.table(appends=(320,))
-    batches = arena.train(arena.spec("before", world_size=1, passes=1))
-    last = batches[max(batches)]
-    settings: dict[str, Any] = {"deaths_at_same_rows": 2, "attempts_without_progress": 2, "deadly_row": last[0]}
-    spec = arena.spec("r", world_size=1, follow="appends", every_steps=max(batches) - 1, **settings)
-    launch = arena.launch(spec)
-    assert launch.wait() == 0, launch.stderr
-    again = arena.launch(spec)
-    assert again.wait() == 0, again.stderr
-    assert not again.of("failure")
-    report = audit_run(arena.lakehouse, "r")
-    assert (report.exact, report.problems) == (True, ())
-    assert (report.rows_consumed, report.rows_quarantined, report.rows_pending) == (320 - len(last), len(last), 0)
+    assert (report.exact, report.problems, report.finished) == (True, (), follow == "pinned")
+    assert (report.rows_consumed, report.rows_quarantined, report.rows_pending) == (rows - len(last), len(last), 0)
 
 
 @pytest.mark.soak

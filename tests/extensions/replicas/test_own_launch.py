@@ -133,11 +133,13 @@ def test_healed_group_keeps_the_attempt(arena: Arena, start: Callable[..., Group
 
 
 def test_newcomer_notices_another_attempt(arena: Arena, start: Callable[..., Group]) -> None:
-    """While it builds its model, the groups with the state die, and a restarted group claims the next attempt."""
+    """While it builds its model, the groups with the state die, and `dlac train` or a restarted group has the run's lock."""
     first, second = start(0), start(1)
     second.end()
     newcomer = start(1, restarted=True)
     first.end()
+    with run_lock(newcomer.spec.checkpoint.local, RUN, wait_s=0.0, takeover=False):
+        assert newcomer.launch.is_abandoned()
     assert start(0, restarted=True).launch.point.attempt == 2
     assert newcomer.launch.is_abandoned()
     with pytest.raises(TrainingFailed, match="group 1 to train in attempt 1, found that another launch has begun"):
@@ -192,7 +194,10 @@ def test_ended_run_is_not_trained_on(arena: Arena, start: Callable[..., Group], 
 
 
 def test_stop_without_time_ends_the_run(arena: Arena, start: Callable[..., Group]) -> None:
-    """They were asked to stop, and their deadline has ended them. Their torchruns know nothing of it."""
+    """They were asked to stop, and their deadline has ended them. Their torchruns know nothing of it.
+
+    A stop before a person has started the torchruns does not count.
+    """
     group = start(0)
     group.launch.note_stop()
     group.note(Phase.TRAINING)
@@ -200,14 +205,6 @@ def test_stop_without_time_ends_the_run(arena: Arena, start: Callable[..., Group
     with pytest.raises(SystemExit):
         start(0, restarted=True)
     assert attempts(arena) == [1]
-
-
-def test_end_before_this_torchrun_does_not_count(arena: Arena, start: Callable[..., Group]) -> None:
-    """A person has started the torchruns, whose first processes died before the claim. Now torchrun starts one again."""
-    group = start(0)
-    group.launch.note_stop()
-    group.note(Phase.DONE)
-    group.end()
     os.utime(group.launch.folder / "stops", (1, 1))
     assert start(0, restarted=True).launch.point.attempt == 2
 
@@ -226,16 +223,6 @@ def test_failed_claim_leaves_the_lock_first(
             with pytest.raises(TrainingFailed, match="away"):
                 begin_launch(arena, 0, held)
         assert start(1).launch.claimed
-
-
-def test_another_launch_ends_the_wait_of_a_newcomer(arena: Arena, start: Callable[..., Group]) -> None:
-    """`dlac train` has the run's lock alone, once the groups with the state have died."""
-    first, second = start(0), start(1)
-    second.end()
-    newcomer = start(1, restarted=True)
-    first.end()
-    with run_lock(newcomer.spec.checkpoint.local, RUN, wait_s=0.0, takeover=False):
-        assert newcomer.launch.is_abandoned()
 
 
 def test_launch_elsewhere_is_taken_over_only_on_request(arena: Arena, start: Callable[..., Group]) -> None:

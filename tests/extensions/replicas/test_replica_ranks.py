@@ -82,7 +82,10 @@ def groups(tmp_path: Path) -> Groups:
 
 
 def test_death_after_the_end_is_no_failure(groups: Groups) -> None:
-    """The committer has finished the run and its script exports the model: no group is replaced, or ends it."""
+    """The committer has finished the run and its script exports the model: no group is replaced, or ends it.
+
+    An export that fails is an error of the run, as without groups.
+    """
     groups.beat(0, Phase.DONE)
     groups.die(1)
     groups.die(2, code=1, kind="RuntimeError", origin="peer", place="gloo")
@@ -90,12 +93,6 @@ def test_death_after_the_end_is_no_failure(groups: Groups) -> None:
     assert groups.ranks.failures() == []
     groups.die(0, code=0)
     assert groups.ranks.failures() == []
-
-
-def test_failure_of_script_after_the_end_counts(groups: Groups) -> None:
-    """An export that fails is an error of the run, as without groups."""
-    for rank in range(3):
-        groups.beat(rank, Phase.DONE)
     groups.die(0, code=1, kind="ValueError", origin="script", place="export")
     assert [each.rank for each in groups.ranks.failures()] == [0]
 

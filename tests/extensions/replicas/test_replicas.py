@@ -3,6 +3,8 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -23,86 +25,123 @@ if TYPE_CHECKING:
 pytest.importorskip("torchft")
 
 
+SHAPES: dict[str, dict[str, Any]] = {"whole": {}, "sharded": {"sharded": 1, "replicas": 2, "ranks_per_replica": 2}}
+"""Three groups of one rank, and two groups of two ranks: ranks 0 and 1, and ranks 2 and 3."""
+SHAPED = pytest.mark.parametrize("shape", ["whole", pytest.param("sharded", marks=pytest.mark.soak)])
+
+
 @pytest.fixture(scope="module")
-def calm(campaign: Arena) -> Trained:
-    """A run of three groups without a failure."""
-    return train(campaign, "calm")
+def calm(campaign: Arena) -> Callable[[str], Trained]:
+    """A function that trains a run without a failure, once for each shape."""
+    return cache(lambda shape: train(campaign, f"calm-{shape}", **SHAPES[shape]))
 
 
-DEATHS: dict[str, dict[str, Any]] = {
-    "starting": {"dies_starting": "1:0"},
-    "forward": {"dies_forward": "1:23"},
-    "reducing": {"dies_reducing": "1:23"},
-    "committer-reducing": {"dies_reducing": "0:23"},
-    "committed": {"dies_committed": "1:23"},
-    "committer-committed": {"dies_committed": "0:20"},
-    "saving": {"dies_saving": "0:20"},
-    "recorded": {"dies_recorded": "0:20"},
-    "healing-source": {"dies_forward": "1:23", "awaits": "1:40", "dies_healing": "source"},
-    "healing-newcomer": {"dies_forward": "1:23", "awaits": "1:40", "dies_healing": "newcomer"},
-    "newcomer-in-dark": {"dies_forward": "1:23", "darkens": 1},
+DEATHS: dict[str, dict[str, dict[str, Any]]] = {
+    "whole": {
+        "starting": {"dies_starting": "1:0"},
+        "forward": {"dies_forward": "1:23"},
+        "reducing": {"dies_reducing": "1:23"},
+        "committer-reducing": {"dies_reducing": "0:23"},
+        "committed": {"dies_committed": "1:23"},
+        "committer-committed": {"dies_committed": "0:20"},
+        "saving": {"dies_saving": "0:20"},
+        "recorded": {"dies_recorded": "0:20"},
+        "healing-source": {"dies_forward": "1:23", "awaits": "1:40", "dies_healing": "source"},
+        "healing-newcomer": {"dies_forward": "1:23", "awaits": "1:40", "dies_healing": "newcomer"},
+        "newcomer-in-dark": {"dies_forward": "1:23", "darkens": 1},
+    },
+    "sharded": {
+        "forward": {"dies_forward": "3:23"},
+        "first-rank": {"dies_forward": "2:23"},
+        "reducing": {"dies_reducing": "3:23"},
+        "committer-reducing": {"dies_reducing": "1:23"},
+        "committed": {"dies_committed": "2:23"},
+        "committer-committed": {"dies_committed": "1:20"},
+        "saving": {"dies_saving": "1:20"},
+        "first-saving": {"dies_saving": "0:20"},
+        "recorded": {"dies_recorded": "0:20"},
+        "healing-source": {"dies_forward": "3:23", "dies_healing": "source", "replicas": 3},
+        "healing-newcomer": {"dies_forward": "3:23", "dies_healing": "newcomer"},
+    },
 }
 
 
-_SLOW = ("forward", "saving")
-SOAKED = ("reducing", "committed", "committer-committed", "recorded", "healing-newcomer", "newcomer-in-dark")
-"""Deaths that others of the list resemble. They are in the soak."""
+def deaths() -> list[Any]:
+    """Return shape and name of all deaths. Most are in the soak, because others resemble them."""
+    marks = {("whole", "committer-reducing"): ()}
+    slow = [("whole", name) for name in ("starting", "forward", "saving", "healing-source")]
+    marks |= dict.fromkeys([*slow, ("sharded", "committer-reducing")], (pytest.mark.slow,))
+    cases = [(shape, death) for shape, found in DEATHS.items() for death in found]
+    return [pytest.param(*case, marks=marks.get(case, (pytest.mark.soak,))) for case in cases]
 
 
-def _marks_of(death: str) -> list[pytest.MarkDecorator]:
-    return [pytest.mark.soak] if death in SOAKED else [pytest.mark.slow] if death in _SLOW else []
-
-
-@pytest.mark.parametrize("death", [pytest.param(each, marks=_marks_of(each)) for each in DEATHS])
-def test_death_repeats_and_loses_no_row(campaign: Arena, calm: Trained, death: str) -> None:
-    """Each row is in the ledger and in the committed batches once, and only dead processes are replaced."""
-    run = f"dies-{death}"
-    trained = train(campaign, run, pause_s=0.02, **DEATHS[death])
-    assert trained.journal == calm.journal
+@pytest.mark.parametrize(("shape", "death"), deaths())
+def test_death_repeats_and_loses_no_row(
+    campaign: Arena, calm: Callable[[str], Trained], shape: str, death: str
+) -> None:
+    """Each row is in the ledger and in the committed batches once, and only processes of dead groups are replaced."""
+    run, expected = f"dies-{shape}-{death}", calm(shape).journal
+    trained = train(campaign, run, pause_s=0.02, **{**SHAPES[shape], **DEATHS[shape][death]})
+    assert trained.journal == expected
     assert audit_run(campaign.lakehouse, run).exact
-    recorded = campaign.recorded(run)
-    last = 0
+    recorded, last = campaign.recorded(run), 0
     for checkpoint in campaign.lineage(run):
         steps = range(last + 1, checkpoint.step + 1)
-        assert recorded[checkpoint.step] == sorted(row for step in steps for row in calm.journal[step])
+        assert recorded[checkpoint.step] == sorted(row for step in steps for row in expected[step])
         last = checkpoint.step
     assert [row.attempt for row in campaign.rows(run, ClaimRow)] == [1]
-    deaths = trained.launch.of("group_died")
-    died = [event["group"] for event in deaths]
-    assert len(died) == (2 if "healing" in death else 1), deaths
-    assert {rank for rank, pids in trained.processes.items() if len(pids) > 1} <= set(died)
-    trains = max(campaign.rows(run, MembershipRow), key=lambda row: row.first_step)
-    assert {each.rank for each in StepRows(campaign.lakehouse, run).of(STEPS)} == set(trains.groups)
-    assert campaign.losses(run) == pytest.approx(campaign.losses("calm"), rel=1e-5)
+    died = [event["group"] for event in trained.launch.of("group_died")]
+    assert len(died) == (2 if "healing" in death else 1)
+    ranks = SHAPES[shape].get("ranks_per_replica", 1)
+    assert {rank // ranks for rank, pids in trained.processes.items() if len(pids) > 1} <= set(died)
+    assert {row.outcome for row in recoveries_of(campaign.lakehouse, run)} <= {"rejoined"}
+    if shape == "whole":
+        trains = max(campaign.rows(run, MembershipRow), key=lambda row: row.first_step)
+        assert {each.rank for each in StepRows(campaign.lakehouse, run).of(STEPS)} == set(trains.groups)
+    assert campaign.losses(run) == pytest.approx(campaign.losses(f"calm-{shape}"), rel=1e-5)
     checkpoints = {folder_of(row.manifest_uri) for row in campaign.lineage(run)}
     assert set((campaign.home / "checkpoints" / run).glob("attempt-*/step-*")) <= checkpoints
 
 
-def test_groups_outlive_the_lighthouse(campaign: Arena, calm: Trained) -> None:
+@SHAPED
+def test_groups_outlive_the_lighthouse(campaign: Arena, calm: Callable[[str], Trained], shape: str) -> None:
     """The groups meet again at a new lighthouse, all together: no process is replaced, and the losses are bit-identical."""
-    trained = train(campaign, "dark", pause_s=0.02, kills_lighthouse="1:23")
-    assert trained.journal == calm.journal
+    run, expected = f"dark-{shape}", calm(shape).journal
+    trained = train(campaign, run, pause_s=0.02, kills_lighthouse="1:23", **SHAPES[shape])
+    assert trained.journal == expected
     assert {len(pids) for pids in trained.processes.values()} == {1}
     assert "the lighthouse of the replica groups was started again" in str(trained.launch.of("warning"))
-    assert [tuple(row.groups) for row in campaign.rows("dark", MembershipRow)] == [(0, 1, 2)]
-    assert campaign.losses("dark") == campaign.losses("calm")
+    groups = tuple(range(SHAPES[shape].get("replicas", 3)))
+    assert [tuple(row.groups) for row in campaign.rows(run, MembershipRow)] == [groups]
+    assert campaign.losses(run) == campaign.losses(f"calm-{shape}")
 
 
-def test_calm_run_divides_the_reference_batches(campaign: Arena, calm: Trained) -> None:
-    """Three groups read the batches of the ordinary run, in whose 32 samples three does not divide."""
-    reference = campaign.journal("reference")
-    assert calm.journal == {step: reference[step] for step in range(1, STEPS + 1)}
-    assert {len(each["rows"]) for each in calm.entries if each["event"] == "share"} == {10, 11}
-    assert [(row.first_step, tuple(row.groups)) for row in campaign.rows("calm", MembershipRow)] == [(1, (0, 1, 2))]
+@SHAPED
+def test_calm_run_divides_the_reference_batches(campaign: Arena, calm: Callable[[str], Trained], shape: str) -> None:
+    """Groups read the batches of the ordinary run, also if their number does not divide the 32 samples."""
+    reference, found = campaign.journal("reference"), calm(shape)
+    assert found.journal == {step: reference[step] for step in range(1, STEPS + 1)}
+    groups = SHAPES[shape].get("replicas", 3)
+    sizes = {len(each["rows"]) for each in found.entries if each["event"] == "share"}
+    assert sizes == ({10, 11} if groups == 3 else {8})
+    memberships = [(row.first_step, tuple(row.groups)) for row in campaign.rows(f"calm-{shape}", MembershipRow)]
+    assert memberships == [(1, tuple(range(groups)))]
 
 
-def test_rows_name_ranks_of_groups(campaign: Arena, calm: Trained) -> None:
+@pytest.mark.soak
+def test_sharded_groups_train_as_one(campaign: Arena, calm: Callable[[str], Trained]) -> None:
+    """Two groups of two ranks have the losses of one group but for the rounding of sums."""
+    calm("sharded")
+    train(campaign, "calm-alone", replicas=1)
+    assert campaign.losses("calm-sharded") == pytest.approx(campaign.losses("calm-alone"), rel=1e-5)
+
+
+def test_rows_name_ranks_of_groups(campaign: Arena, calm: Callable[[str], Trained]) -> None:
     """Each rank of the groups has the rows of its own journal, alone and in the list of all, where three divides no batch."""
-    steps = StepRows(campaign.lakehouse, "calm")
+    entries = calm("whole").entries
+    steps = StepRows(campaign.lakehouse, "calm-whole")
     for step in (1, STEPS):
-        shares = {
-            each["rank"]: each["rows"] for each in calm.entries if (each["event"], each["step"]) == ("share", step)
-        }
+        shares = {each["rank"]: each["rows"] for each in entries if (each["event"], each["step"]) == ("share", step)}
         listed = steps.of(step, column="row_id")
         for rank in range(3):
             assert [each.value for each in steps.of(step, rank=rank, column="row_id")] == shares[rank]
@@ -111,17 +150,23 @@ def test_rows_name_ranks_of_groups(campaign: Arena, calm: Trained) -> None:
         steps.of(1, rank=3)
 
 
-@pytest.mark.slow
-def test_same_memberships_give_identical_losses(campaign: Arena) -> None:
+@pytest.mark.parametrize(
+    ("shape", "death", "groups"),
+    [
+        pytest.param("whole", {"dies_forward": "1:23", "awaits": "1:40"}, [(0, 1, 2), (0, 2)], marks=pytest.mark.slow),
+        pytest.param("sharded", {"dies_forward": "3:23", "awaits": "2:40"}, [(0, 1), (0,)], marks=pytest.mark.soak),
+    ],
+)
+def test_same_memberships_give_identical_losses(
+    campaign: Arena, shape: str, death: dict[str, Any], groups: list[tuple[int, ...]]
+) -> None:
     """Two runs whose groups die and rejoin at the same steps have bit-identical losses, and rows for each change."""
-    runs = ("twin-1", "twin-2")
+    runs = (f"twin-1-{shape}", f"twin-2-{shape}")
     for run in runs:
-        train(campaign, run, dies_forward="1:23", awaits="1:40", dropout=0.1)
-    first, second = (campaign.rows(run, MembershipRow) for run in runs)
-    expected = [(1, (0, 1, 2)), (23, (0, 2)), (41, (0, 1, 2))]
-    assert [(row.first_step, tuple(row.groups)) for row in first] == expected
-    assert [(row.first_step, tuple(row.groups)) for row in second] == expected
-    assert campaign.losses("twin-1") == campaign.losses("twin-2")
+        train(campaign, run, **death, dropout=0.1, **SHAPES[shape])
+        found = [(row.first_step, tuple(row.groups)) for row in campaign.rows(run, MembershipRow)]
+        assert found == [(1, groups[0]), (23, groups[1]), (41, groups[0])]
+    assert campaign.losses(runs[0]) == campaign.losses(runs[1])
 
 
 @pytest.mark.slow
@@ -151,30 +196,71 @@ def test_death_is_an_incident(campaign: Arena) -> None:
 
 
 @pytest.mark.soak
-def test_hung_group_is_replaced(campaign: Arena, calm: Trained) -> None:
+@pytest.mark.parametrize(("shape", "rank"), [("whole", 1), ("sharded", 3)])
+def test_hung_group_is_replaced(campaign: Arena, calm: Callable[[str], Trained], shape: str, rank: int) -> None:
     """A group without a heartbeat for `hang_timeout_s` is killed, and no other one."""
-    trained = train(campaign, "hung", hangs="1:23", hang_timeout_s=2.0)
-    assert trained.journal == calm.journal
+    run, expected = f"hung-{shape}", calm(shape).journal
+    trained = train(campaign, run, hangs=f"{rank}:23", hang_timeout_s=3.0, **SHAPES[shape])
+    assert trained.journal == expected
+    assert audit_run(campaign.lakehouse, run).exact
     assert [event["group"] for event in trained.launch.of("group_died")] == [1]
-    assert "died of Hang: no heartbeat for 2 s, last while computing" in trained.launch.of("group_died")[0]["cause"]
+    assert "died of Hang: no heartbeat for 3 s, last while computing" in trained.launch.of("group_died")[0]["cause"]
 
 
-@pytest.mark.slow
-def test_stopped_run_resumes_with_fewer_groups(campaign: Arena, calm: Trained) -> None:
-    """A stop ends all groups after one checkpoint at the same step. Two groups train the rest, with the same batches."""
-    launch = launch_groups(campaign, "stopped", pause_s=0.02)
+@pytest.mark.parametrize(
+    ("shape", "changes"),
+    [
+        pytest.param("whole", {"replicas": 2}, marks=pytest.mark.slow),
+        pytest.param("sharded", {"replicas": 3}, marks=pytest.mark.soak),
+        pytest.param("sharded", {"ranks_per_replica": 1, "replicas": 3}, marks=pytest.mark.soak),
+        pytest.param(
+            "sharded", {"ranks_per_replica": 1, "replicas": 0, "world_size": 4}, marks=pytest.mark.soak, id="no groups"
+        ),
+    ],
+)
+def test_stopped_run_resumes_with_other_groups(
+    campaign: Arena, calm: Callable[[str], Trained], shape: str, changes: dict[str, Any]
+) -> None:
+    """A stop ends all groups after one checkpoint at the same step. Other groups train the rest, with the same batches."""
+    run = f"stopped-{shape}-{'-'.join(map(str, changes.values()))}"
+    stop_after_checkpoint(campaign, run, **SHAPES[shape])
+    trained = train(campaign, run, **{**SHAPES[shape], **changes})
+    assert trained.journal == calm(shape).journal
+    assert audit_run(campaign.lakehouse, run).exact
+    assert campaign.losses(run) == pytest.approx(campaign.losses(f"calm-{shape}"), rel=1e-5)
+
+
+def stop_after_checkpoint(campaign: Arena, run: str, **changes: Any) -> None:
+    """Stop a run with replica groups after its first checkpoint."""
+    launch = launch_groups(campaign, run, pause_s=0.02, **changes)
     launch.wait_for("checkpoint")
     os.kill(launch.process.pid, signal.SIGTERM)
     assert launch.wait() == 0, launch.stderr
-    trained = train(campaign, "stopped", replicas=2)
-    assert trained.journal == calm.journal
-    assert audit_run(campaign.lakehouse, "stopped").exact
-    assert campaign.losses("stopped") == pytest.approx(campaign.losses("calm"), rel=1e-5)
+
+
+@pytest.mark.soak
+def test_other_engine_refuses_the_checkpoint(campaign: Arena) -> None:
+    """Groups of whole models do not resume from shards, as in runs without groups."""
+    stop_after_checkpoint(campaign, "sharded-then-whole", **SHAPES["sharded"])
+    again = launch_groups(campaign, "sharded-then-whole", replicas=2)
+    assert again.wait() != 0
+    assert "ResumeMismatch" in str(again.of("error"))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("changes", [SHAPES["sharded"], {"replicas": 2}], ids=["sharded", "whole"])
+def test_interval_in_seconds_counts_once(campaign: Arena, changes: dict[str, Any]) -> None:
+    """All ranks take the checkpoint that the committer's first rank asks for, and no second one in the next step."""
+    run = f"seconds-{len(changes)}"
+    train(campaign, run, pause_s=0.05, every_steps=None, every_s=1.0, **changes)
+    steps = [checkpoint.step for checkpoint in campaign.lineage(run)]
+    assert len(steps) > 2
+    assert all(after - before > 2 for before, after in itertools.pairwise(steps[:-1]))
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("death", [{}, {"dies_committed": "0:33"}], ids=["calm", "committer-dies"])
-def test_script_leaves_with_all_groups(campaign: Arena, calm: Trained, death: dict[str, Any]) -> None:
+def test_script_leaves_with_all_groups(campaign: Arena, calm: Callable[[str], Trained], death: dict[str, Any]) -> None:
     """Groups that leave the loop at the same step commit it, also if one dies in it. The run is not finished."""
     run = f"left-{len(death)}"
     launch = launch_groups(campaign, run, leaves=33, pause_s=0.02, **death)
@@ -182,12 +268,12 @@ def test_script_leaves_with_all_groups(campaign: Arena, calm: Trained, death: di
     assert launch.of("ended")[0]["ending"] == "left"
     assert campaign.lineage(run)[-1].step == 33
     trained = train(campaign, run)
-    assert trained.journal == calm.journal
+    assert trained.journal == calm("whole").journal
     assert audit_run(campaign.lakehouse, run).exact
 
 
 @pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.soak)])
-def test_run_stops_after_rejoin(campaign: Arena, calm: Trained, start: str) -> None:
+def test_run_stops_after_rejoin(campaign: Arena, calm: Callable[[str], Trained], start: str) -> None:
     """A group was replaced. SIGTERM still ends the run in order, after a checkpoint of the last step."""
     run = f"stopped-after-rejoin-{start}"
     launch = launch_groups(
@@ -200,24 +286,26 @@ def test_run_stops_after_rejoin(campaign: Arena, calm: Trained, start: str) -> N
     (checkpoint,) = campaign.lineage(run)
     assert checkpoint.step == launch.of("ended")[0]["step"] > 12
     trained = train(campaign, run)
-    assert trained.journal == calm.journal
+    assert trained.journal == calm("whole").journal
     assert audit_run(campaign.lakehouse, run).exact
 
 
-def test_death_of_all_groups_resumes_from_ledger(campaign: Arena, calm: Trained) -> None:
+@SHAPED
+def test_death_of_all_groups_resumes_from_ledger(campaign: Arena, calm: Callable[[str], Trained], shape: str) -> None:
     """Without a group that has the state, the next attempt resumes from the last checkpoint."""
-    trained = train(campaign, "all-die", dies_forward="*:23")
-    assert trained.journal == calm.journal
-    assert [row.attempt for row in campaign.rows("all-die", ClaimRow)] == [1, 2]
-    assert audit_run(campaign.lakehouse, "all-die").exact
+    run = f"all-die-{shape}"
+    trained = train(campaign, run, dies_forward="*:23", **SHAPES[shape])
+    assert trained.journal == calm(shape).journal
+    assert [row.attempt for row in campaign.rows(run, ClaimRow)] == [1, 2]
+    assert audit_run(campaign.lakehouse, run).exact
 
 
 @pytest.mark.soak
-def test_newcomer_without_state_ends_attempt(campaign: Arena, calm: Trained) -> None:
+def test_newcomer_without_state_ends_attempt(campaign: Arena, calm: Callable[[str], Trained]) -> None:
     """A newcomer that never gets a state stops no run: its peers would drop each step with it. The next attempt trains."""
     changes = {"awaits": "1:30", "pause_s": 0.1, "attempts_without_progress": 1}
     trained = train(campaign, "no-state", dies_forward="1:23", loses_states=True, **changes)
-    assert trained.journal == calm.journal
+    assert trained.journal == calm("whole").journal
     assert [row.attempt for row in campaign.rows("no-state", ClaimRow)] == [1, 2]
     assert audit_run(campaign.lakehouse, "no-state").exact
 
@@ -231,13 +319,13 @@ def test_repeated_exception_ends_the_run(campaign: Arena) -> None:
 
 
 @pytest.mark.parametrize("mode", [pytest.param("synchronous", marks=pytest.mark.soak), "asynchronous"])
-def test_committer_changes_to_and_fro(campaign: Arena, calm: Trained, mode: str) -> None:
+def test_committer_changes_to_and_fro(campaign: Arena, calm: Callable[[str], Trained], mode: str) -> None:
     """Group 1 commits while group 0 is dead, group 0 after it rejoins, and group 1 again after its second death."""
     run = f"to-and-fro-{mode}"
     trained = train(campaign, run, mode=mode, every_steps=5, dies_forward="0:12", awaits="0:21", dies_again="0:38")
-    assert trained.journal == calm.journal
+    assert trained.journal == calm("whole").journal
     assert audit_run(campaign.lakehouse, run).exact
-    assert campaign.losses(run) == pytest.approx(campaign.losses("calm"), rel=1e-5)
+    assert campaign.losses(run) == pytest.approx(campaign.losses("calm-whole"), rel=1e-5)
     committers = [row.checkpoint_id.split("-")[-2] for row in campaign.lineage(run)]
     assert [key for key, _ in itertools.groupby(committers)][:4] == ["0", "1", "0", "1"]
 

@@ -9,7 +9,7 @@ import torch
 
 from dlac_pipeline.extensions.trainers.torchtitan import attach_run
 from dlac_pipeline.lakehouse.errors import ScriptInvalid
-from tests.extensions.trainers.test_trainer_files import POINTS, make_points, opened_run, train_huggingface
+from tests.extensions.trainers.test_trainer_files import POINTS, make_points, opened_run
 from tests.programs import train_short
 from tests.programs.train_titan import TitanLike
 
@@ -51,28 +51,29 @@ def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("left", [13, 1])
-@pytest.mark.parametrize("trainer", ["huggingface", "labels", "accelerate", "lightning"])
-def test_short_batch_weighs_its_rows(arena: Arena, trainer: str, left: int) -> None:
+def test_short_batch_weighs_its_rows(arena: Arena, left: int) -> None:
     """No row of zeros reaches the model, and each row of the last batch counts once. A loop of `batch.mean` is the judge."""
     arena.table(appends=(256 + left,))
     plain = weights_of(arena, "plain", micro_batches=1)
-    found = weights_of(arena, trainer, micro_batches=2)
-    assert found["zeros"] == 1  # the row 0
-    assert_close(found, plain)
-    assert arena.losses(trainer) == pytest.approx(arena.losses("plain"), rel=1e-5)
+    for trainer in ("huggingface", "labels", "accelerate", "lightning"):
+        found = weights_of(arena, trainer, micro_batches=2)
+        assert found["zeros"] == 1  # the row 0
+        assert_close(found, plain)
+        assert arena.losses(trainer) == pytest.approx(arena.losses("plain"), rel=1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize(
-    ("trainer", "left"), [("huggingface", 1), ("labels", 1), ("accelerate", 13), ("lightning", 1), ("lightning", 13)]
+    ("left", "trainers"), [(1, ("huggingface", "labels", "lightning")), (13, ("accelerate", "lightning"))]
 )
-def test_ranks_weigh_short_batch(arena: Arena, trainer: str, left: int) -> None:
+def test_ranks_weigh_short_batch(arena: Arena, left: int, trainers: tuple[str, ...]) -> None:
     """Two ranks have different numbers of rows in the last batch, or a rank has none."""
     arena.table(appends=(256 + left,))
     plain = launched_weights_of(arena, "plain", micro_batches=1)
-    assert_close(launched_weights_of(arena, trainer, micro_batches=2), plain)
-    assert arena.losses(trainer) == pytest.approx(arena.losses("plain"), rel=1e-5)
+    for trainer in trainers:
+        assert_close(launched_weights_of(arena, trainer, micro_batches=2), plain)
+        assert arena.losses(trainer) == pytest.approx(arena.losses("plain"), rel=1e-5)
 
 
 @pytest.mark.slow
@@ -127,7 +128,7 @@ def test_own_training_step_must_weigh(arena: Arena) -> None:
 
     arena.monkeypatch.setattr(transformers.Trainer, "training_step", staticmethod(training_step))
     with pytest.raises(ScriptInvalid, match="compute_loss"), opened_run(arena, passes=1) as run:
-        train_huggingface(run, arena.home, gradient_accumulation_steps=2)
+        train_short.train_huggingface(run, train_short.Network(), 2, output_dir=str(arena.home))
     assert not arena.lineage("r")
 
 
@@ -145,9 +146,13 @@ def test_epoch_continues_after_resumption(arena: Arena) -> None:
     epochs: dict[int, float] = {}
     stops_at = 30
     with pytest.raises(RuntimeError, match="crash"), opened_run(arena, passes=1) as run:
-        train_huggingface(run, arena.home, Watch(), logging_steps=1)
+        train_short.train_huggingface(
+            run, train_short.Network(), 1, Watch(), logging_steps=1, output_dir=str(arena.home)
+        )
     stops_at = 0
     with opened_run(arena, passes=1) as run:
         assert run.step == 20
-        train_huggingface(run, arena.home, Watch(), logging_steps=1)
+        train_short.train_huggingface(
+            run, train_short.Network(), 1, Watch(), logging_steps=1, output_dir=str(arena.home)
+        )
     assert epochs == {step: pytest.approx(step / 63, abs=1e-4) for step in range(1, 64)}

@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from dlac_pipeline.extensions.trainers import torchtitan as titan
 from dlac_pipeline.extensions.trainers.trainer_files import TrainerFiles
 from dlac_pipeline.lakehouse.errors import Fenced, ResumeMismatch, ScriptInvalid, SpecInvalid
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
+from tests.programs.train_short import Network, train_huggingface, train_lightning
 from tests.programs.train_titan import TitanLike
 
 if TYPE_CHECKING:
@@ -44,7 +46,7 @@ POINTS: dict[str, Any] = {
 @contextmanager
 def opened_run(arena: Arena, name: str = "r", *, takeover: bool = False, **changes: Any) -> Iterator[TrainingRun]:
     """Open a run of one rank in this process."""
-    spec = arena.spec(name, **{"every_steps": 20, **changes})
+    spec = arena.spec(name, **{"every_steps": 20, "columns": ["row_id", "x", "even"], **changes})
     with arena.training_run(spec, takeover=takeover) as run:
         yield run
 
@@ -161,35 +163,21 @@ def test_loader_cuts_batches(arena: Arena) -> None:
             next(parts)
 
 
-class Network(torch.nn.Module):
-    """A model for the Hugging Face Trainer."""
+class Points(torch.nn.Module):
+    """A model of points with dropout."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = torch.nn.Linear(4, 1)
+        self.layers = torch.nn.Sequential(torch.nn.Linear(1, 16), torch.nn.Dropout(0.3), torch.nn.Linear(16, 1))
 
-    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the loss."""
-        return {"loss": self.layer(x).square().mean()}
+        return {"loss": torch.nn.functional.mse_loss(self.layers(x[:, None])[:, 0], y)}
 
 
-def train_huggingface(run: TrainingRun, home: Path, *callbacks: Any, **arguments: Any) -> str | None:
-    """Train with a Hugging Face Trainer, and return the folder from which it resumed."""
-    from dlac_pipeline.extensions.trainers.huggingface import attach
-
-    defaults: dict[str, Any] = {
-        "output_dir": str(home / "out"),
-        "max_steps": run.total_steps,
-        "use_cpu": True,
-        "report_to": [],
-        "disable_tqdm": True,
-        "save_steps": 1000,
-    }
-    args = transformers.TrainingArguments(**{**defaults, **arguments})
-    trainer = transformers.Trainer(model=Network(), args=args, callbacks=list(callbacks))
-    folder = attach(trainer, run, lambda batch: {"x": batch["x"].to(torch.float32)})
-    trainer.train(resume_from_checkpoint=folder)
-    return folder
+def to_points(batch: dlac.Batch) -> dict[str, torch.Tensor]:
+    """Return the arguments of the model of points."""
+    return {"x": batch["x"], "y": batch["y"]}
 
 
 def test_uncommitted_save_is_not_resumed(arena: Arena) -> None:
@@ -204,12 +192,12 @@ def test_uncommitted_save_is_not_resumed(arena: Arena) -> None:
 
     arena.monkeypatch.setattr(dlac.TrainingRun, "checkpoint", die_at_40)
     with pytest.raises(RuntimeError, match="crash"), opened_run(arena) as run:
-        train_huggingface(run, arena.home)
+        train_huggingface(run, Network(), 1, output_dir=str(arena.home / "out"))
     assert (arena.home / "out" / "checkpoint-40" / "trainer_state.json").exists()
     arena.monkeypatch.setattr(dlac.TrainingRun, "checkpoint", taken)
     with opened_run(arena) as run:
         assert run.step == 20
-        folder = train_huggingface(run, arena.home)
+        folder = train_huggingface(run, Network(), 1, output_dir=str(arena.home / "out"))
     assert folder is not None
     assert "step-000000020" in folder
     assert len(arena.losses("r")) == _STEPS
@@ -227,7 +215,7 @@ def test_second_process_fences_trainer(arena: Arena) -> None:
                     pass
 
     with pytest.raises(Fenced), opened_run(arena) as run:
-        train_huggingface(run, arena.home, Intruder())
+        train_huggingface(run, Network(), 1, Intruder(), output_dir=str(arena.home / "out"))
     assert [row.step for row in arena.rows("r", CheckpointRow)] == [20]
 
 
@@ -241,7 +229,7 @@ def test_early_stop_commits_last_step(arena: Arena) -> None:
             control.should_training_stop = state.global_step == 33
 
     with opened_run(arena) as run:
-        train_huggingface(run, arena.home, Stop())
+        train_huggingface(run, Network(), 1, Stop(), output_dir=str(arena.home / "out"))
     assert [row.step for row in arena.lineage("r")] == [20, 33]
 
 
@@ -257,7 +245,7 @@ def test_inexact_arguments_are_refused(arena: Arena, arguments: dict[str, Any], 
     """Settings with which the Trainer could not resume exactly are named."""
     arena.table()
     with opened_run(arena) as run, pytest.raises(SpecInvalid, match=message):
-        train_huggingface(run, arena.home, **arguments)
+        train_huggingface(run, Network(), 1, **arguments, output_dir=str(arena.home / "out"))
 
 
 @pytest.mark.slow
@@ -311,45 +299,16 @@ def test_inexact_lightning_models_are_refused(arena: Arena) -> None:
 def test_lightning_validation_changes_no_loss(arena: Arena) -> None:
     """Validation after the step of a checkpoint draws random numbers, before a crash as in an undisturbed run."""
     pytest.importorskip("lightning")
-    from lightning.pytorch import LightningModule, Trainer
-    from torch.utils.data import DataLoader
-
-    from dlac_pipeline.extensions.trainers.lightning import DlacCheckpoint, DlacDataModule
-
-    class Network(LightningModule):  # type: ignore[misc]  # lightning is not analyzed
-        def __init__(self, dies_at: int) -> None:
-            super().__init__()
-            self.dies_at = dies_at
-            self.layers = torch.nn.Sequential(torch.nn.Linear(1, 16), torch.nn.Dropout(0.3), torch.nn.Linear(16, 1))
-
-        def training_step(self, batch: dict[str, torch.Tensor], index: int) -> torch.Tensor:
-            if self.trainer.global_step == self.dies_at:
-                raise RuntimeError("crash")
-            return torch.nn.functional.mse_loss(self.layers(batch["x"][:, None])[:, 0], batch["y"])
-
-        def validation_step(self, batch: torch.Tensor, index: int) -> None:
-            torch.rand(len(batch))
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.Adam(self.parameters(), lr=0.01)
-
     make_points(arena)
-    for name, dies_at in (("killed", 12), ("killed", 0), ("alone", 0)):
+
+    def die(dies_at: int, step: int) -> None:
+        if step == dies_at:
+            raise RuntimeError("crash")
+
+    validation = torch.utils.data.DataLoader(range(8), batch_size=4, shuffle=True)  # type: ignore[arg-type]
+    for name, dies_at in (("killed", 12), ("killed", -1), ("alone", -1)):
         with suppress(RuntimeError), opened_run(arena, name, **POINTS) as run:
-            model = Network(dies_at or -1)
-            data = DlacDataModule(run, lambda batch: {"x": batch["x"], "y": batch["y"]})
-            data.val_dataloader = lambda: DataLoader(range(8), batch_size=4, shuffle=True)  # type: ignore[arg-type]
-            checkpoints = DlacCheckpoint(run, model)
-            trainer = Trainer(
-                accelerator="cpu",
-                max_steps=run.total_steps or -1,
-                val_check_interval=5,
-                callbacks=[checkpoints],
-                enable_checkpointing=False,
-                enable_progress_bar=False,
-                logger=False,
-            )
-            trainer.fit(model, datamodule=data, ckpt_path=checkpoints.path)
+            train_lightning(run, Points(), 1, to_points, partial(die, dies_at), validation)
     assert len(arena.losses("killed")) == 20
     assert arena.losses("killed") == arena.losses("alone")
     assert {row.attempt for row in arena.lineage("killed")} == {1, 2}
@@ -361,38 +320,15 @@ def test_lightning_validation_changes_no_loss(arena: Arena) -> None:
 def test_lightning_stops_at_checkpoint_step(arena: Arena, stops_at: int) -> None:
     """A stop request that arrives in a step whose checkpoint is due ends Lightning's loop after that step, as any other does."""
     pytest.importorskip("lightning")
-    from lightning.pytorch import LightningModule, Trainer
-
-    from dlac_pipeline.extensions.trainers.lightning import DlacCheckpoint, DlacDataModule
-
-    class Network(LightningModule):  # type: ignore[misc]  # lightning is not analyzed
-        def __init__(self, stops_at: int) -> None:
-            super().__init__()
-            self.stops_at = stops_at
-            self.layer = torch.nn.Linear(1, 1)
-
-        def training_step(self, batch: dict[str, torch.Tensor], index: int) -> torch.Tensor:
-            if self.trainer.global_step == self.stops_at:
-                os.kill(os.getpid(), signal.SIGTERM)
-            return torch.nn.functional.mse_loss(self.layer(batch["x"][:, None])[:, 0], batch["y"])
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.Adam(self.parameters(), lr=0.01)
-
     make_points(arena)
+
+    def stop(signal_at: int, step: int) -> None:
+        if step == signal_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+
     for name, signal_at in (("stopped", stops_at), ("stopped", -1), ("alone", -1)):
         with opened_run(arena, name, **POINTS) as run:
-            model = Network(signal_at)
-            data = DlacDataModule(run, lambda batch: {"x": batch["x"], "y": batch["y"]})
-            checkpoints = DlacCheckpoint(run, model)
-            Trainer(
-                accelerator="cpu",
-                max_steps=run.total_steps or -1,
-                callbacks=[checkpoints],
-                enable_checkpointing=False,
-                enable_progress_bar=False,
-                logger=False,
-            ).fit(model, datamodule=data, ckpt_path=checkpoints.path)
+            train_lightning(run, Points(), 1, to_points, partial(stop, signal_at))
             assert run.step == (20 if signal_at == -1 else 10)
             assert not list(run.batches())
     assert arena.losses("stopped") == arena.losses("alone")

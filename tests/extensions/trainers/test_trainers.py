@@ -101,10 +101,15 @@ def _descendants(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
         return []
 
 
-def check_killed_run(lake: Lake, script: str, ranks: int) -> None:
-    """Kill a rank after the second checkpoint. Compare the run with one that nothing disturbs.
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("script", "ranks"),
+    [*((script, 1) for script in SCRIPTS[1:]), *((script, 2) for script in (*SCRIPTS, "train_titan.py"))],
+)
+def test_trainer_resumes_exactly_after_kill(lake: Lake, script: str, ranks: int) -> None:
+    """A rank is killed after the second checkpoint, and the run is compared with one that nothing disturbs.
 
-    One undisturbed rank runs without torchrun.
+    Trainers accumulate gradients, and have dropout. One undisturbed rank runs without torchrun.
     """
     run = f"{Path(script).stem}-{ranks}"
     alone = f"{run}-alone"
@@ -120,26 +125,6 @@ def check_killed_run(lake: Lake, script: str, ranks: int) -> None:
     assert (audit.exact, audit.rows_consumed) == (True, 19_877)
     assert [each.outcome for each in recoveries_of(lake.lakehouse, run)] == ["resumed"]
     assert not recoveries_of(lake.lakehouse, alone)
-
-
-@pytest.mark.soak
-def test_ddp_resumes_exactly_after_kill(lake: Lake) -> None:
-    """Two ranks of plain DistributedDataParallel."""
-    check_killed_run(lake, "train_ddp.py", ranks=2)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("script", SCRIPTS[1:])
-def test_trainer_resumes_exactly_after_kill(lake: Lake, script: str) -> None:
-    """One rank of each trainer, with gradient accumulation and dropout."""
-    check_killed_run(lake, script, ranks=1)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("script", [*SCRIPTS[1:], "train_titan.py"])
-def test_trainer_ranks_resume_exactly_after_kill(lake: Lake, script: str) -> None:
-    """Two ranks of each trainer."""
-    check_killed_run(lake, script, ranks=2)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

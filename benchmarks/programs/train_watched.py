@@ -4,15 +4,18 @@ Its state has 16 MB of random numbers, so that an upload takes a while.
 """
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import train_tiny  # type: ignore[import-not-found]  # the rank puts this folder on the path
 
 from dlac_pipeline.checkpoint.commit import coordinator as committing
 from dlac_pipeline.lakehouse.store_files import StoreFiles
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "programs"))
+import train_tiny  # type: ignore[import-not-found]
 
 _NUMBERS = 4 << 20
 
