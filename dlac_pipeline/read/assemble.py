@@ -10,19 +10,25 @@ from dlac_pipeline.lakehouse.errors import UnsupportedColumn
 from dlac_pipeline.read.memory import Buffers
 from dlac_pipeline.rows.columns import Array, Column, ColumnKind, Ints
 
+_ONE_BY_ONE_BYTES = 512
+"""Values of this length on average are copied one by one: Arrow would copy them once more, together."""
+_CALL_BYTES = 2**13
+"""Rows of fewer bytes are not worth a call of their own: they are gathered with those of other batches, then copied."""
 Piece = tuple[Column, Ints, Ints]
 """Rows of a column, and the slots of the batch that they go to, one slot per row."""
 
 
-def assemble(kind: ColumnKind, pieces: Sequence[Piece], slots: int, *, length: int = 0) -> dict[str, Array]:
-    """Return the tensors of one column of a batch of `slots` samples, as fresh arrays. Slots without a row are zeros or empty.
+def assemble(
+    kind: ColumnKind, pieces: Sequence[Piece], slots: int, buffers: Buffers, *, length: int = 0
+) -> dict[str, Array]:
+    """Return the tensors of one column of a batch of `slots` samples, as new arrays. Slots without a row are zeros or empty.
 
     `length` is the length of the lists of a batch without rows.
 
     Raises `UnsupportedColumn` if the pieces contain lists of different lengths.
     """
     pieces = [piece for piece in pieces if len(piece[1])]
-    found = _ragged(kind, pieces, slots) if kind.ragged else {kind.name: _dense(kind, pieces, slots, length)}
+    found = _ragged(kind, pieces, slots, buffers) if kind.ragged else {kind.name: _dense(kind, pieces, slots, length)}
     if kind.nullable:
         valid = np.zeros(slots, dtype=np.bool_)
         for column, rows, at in pieces:
@@ -61,6 +67,9 @@ def _spread(out: Array, values: Array, rows: Ints, places: Ints | None) -> None:
     taken = _span(rows)
     if taken is not None:
         out[:] = values[taken].reshape(out.shape)
+        return
+    if out[0].nbytes < _CALL_BYTES:
+        out[:] = np.take(values, rows, axis=0, mode="clip").reshape(out.shape)
         return
     for batch, mine in zip(out, rows.reshape(out.shape[:2]), strict=True):
         if values.dtype == out.dtype:
@@ -121,13 +130,16 @@ def _span(indices: Ints) -> slice | None:
     return slice(start, start + len(indices)) if consecutive else None
 
 
-def _ragged(kind: ColumnKind, pieces: Sequence[Piece], slots: int) -> dict[str, Array]:
+def _ragged(kind: ColumnKind, pieces: Sequence[Piece], slots: int, buffers: Buffers) -> dict[str, Array]:
     lengths = np.zeros(slots, dtype=np.int64)
     for column, rows, at in pieces:
         lengths[at] = (column.offsets[1:] - column.offsets[:-1])[rows] if column.offsets is not None else 0
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    values = np.empty(int(offsets[-1]), dtype=kind.items)
-    if len(values):
+    values = buffers.lease(int(offsets[-1]) * kind.items.itemsize).view(kind.items)
+    if values.nbytes >= _ONE_BY_ONE_BYTES * slots:
+        for column, rows, at in pieces:
+            _copy_one_by_one(values, offsets[at], column, rows)
+    elif len(values):
         taken = pa.concat_arrays([_taken(column, rows) for column, rows, _ in pieces])
         order = np.concatenate([at for _, _, at in pieces])
         if (np.diff(order) < 0).any():
@@ -135,6 +147,15 @@ def _ragged(kind: ColumnKind, pieces: Sequence[Piece], slots: int) -> dict[str, 
         ends = np.frombuffer(taken.buffers()[1], dtype=np.int64)[taken.offset : taken.offset + len(taken) + 1]
         values[:] = np.frombuffer(taken.buffers()[2], dtype=np.uint8)[ends[0] : ends[-1]].view(kind.items)
     return {kind.name: values, f"{kind.name}.offsets": offsets}
+
+
+def _copy_one_by_one(out: Array, starts: Ints, column: Column, rows: Ints) -> None:
+    """Copy the values of rows to `out`, from `starts` on."""
+    if column.offsets is None:
+        return
+    begins, ends = column.offsets[rows], column.offsets[rows + 1]
+    for to, begin, end in zip(starts.tolist(), begins.tolist(), ends.tolist(), strict=True):
+        out[to : to + end - begin] = column.values[begin:end]
 
 
 def _taken(column: Column, rows: Ints) -> pa.LargeBinaryArray:

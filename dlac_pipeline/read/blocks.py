@@ -73,16 +73,20 @@ class BlockDecoder:
     def decode(self, units: UnitTable, slices: Slices) -> pa.Table:
         """Decode all physical rows of slices, in their order. Raises `UnitUnreadable` for a missing or corrupt file."""
         places = zip(slices.unit.tolist(), slices.first.tolist(), slices.rows.tolist(), strict=True)
-        parts = (self._slice(units, unit, first, rows) for unit, first, rows in places)
-        return next(parts) if len(slices.unit) == 1 else end_to_end(parts, int(slices.rows.sum()), self._buffers)
+        parts = (self._view(units, unit, first, rows) for unit, first, rows in places)
+        if len(slices.unit) > 1:
+            return end_to_end(parts, int(slices.rows.sum()), self._buffers)
+        [part] = parts
+        # A view would keep the whole decoded row group alive, once per key group that has a slice of it.
+        is_small = 2 * part.num_rows < int(units.rows[slices.unit[0]])
+        return take_rows(part, np.arange(part.num_rows)) if is_small else part
 
-    def _slice(self, units: UnitTable, unit: int, first: int, rows: int) -> pa.Table:
+    def _view(self, units: UnitTable, unit: int, first: int, rows: int) -> pa.Table:
         (path, row_group), whole = units.place(unit), int(units.rows[unit])
         if rows == whole:
             return self.row_group(path, row_group, whole)
         table = self._shared((path, row_group), lambda: self.row_group(path, row_group, whole))
-        # A view would keep the whole decoded row group alive, once per key group that has a slice of it.
-        return table.slice(first, rows) if 2 * rows > whole else take_rows(table, np.arange(first, first + rows))
+        return table.slice(first, rows)
 
     def row_group(self, path: str, row_group: int, rows: int) -> pa.Table:
         """A row group, planned with `rows` rows. Raises `UnitUnreadable` if it is missing, corrupt or of another length."""

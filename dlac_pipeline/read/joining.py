@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from dlac_pipeline.lakehouse.iceberg.columns import large_form
@@ -11,18 +12,23 @@ from dlac_pipeline.read.memory import Buffers, Bytes
 
 LARGEST_BYTES = 2**31
 """So many bytes of strings, or items of lists, do not fit the offsets of an array."""
+_SPARE = 1.25
+"""Room for values of different lengths, in relation to the values seen so far."""
+_SEEN = 8
+"""One row in so many shows how long the others are."""
 
 
 def end_to_end(parts: Iterable[pa.Table], rows: int, buffers: Buffers) -> pa.Table:
     """Return tables of one schema and so many rows together as one. Each is released before the next is made where types allow.
 
-    Columns of fixed width, and lists of one length of them, are copied into one leased array. Rows are then gathered from one
-    place, and the memory into which a part was decoded is used again for the next one, while it is in the processor's cache.
+    Columns without nulls of fixed width, of byte strings, and lists of one length, are copied into leased arrays. Rows are then
+    gathered from one place, and the memory into which a part was decoded is used again for the next one, while it is in the
+    processor's cache. Of a small part of a larger table that cannot be copied so, the rows alone are kept.
     """
     columns: dict[str, _Joined] = {}
     for part in parts:
         for name in part.column_names:
-            columns.setdefault(name, _Joined(rows, buffers)).add(part[name])
+            columns.setdefault(name, _Joined(part[name].type, rows, buffers)).add(part[name])
     return pa.table({name: column.joined() for name, column in columns.items()})
 
 
@@ -36,45 +42,122 @@ def take_rows(table: pa.Table, rows: Any) -> pa.Table:
 
 
 class _Joined:
-    def __init__(self, rows: int, buffers: Buffers) -> None:
-        self._rows = rows
-        self._buffers = buffers
-        self._at = 0
-        self._row_bytes = 0
-        self._type: pa.DataType | None = None
-        self._content: Bytes = np.zeros(0, dtype=np.uint8)
+    """Column that is laid end to end, as long as its chunks allow. Otherwise its chunks."""
+
+    def __init__(self, kind: pa.DataType, rows: int, buffers: Buffers) -> None:
+        self._copied: _Fixed | _ByteStrings = (
+            _ByteStrings(rows, buffers) if _is_byte_string(kind) else _Fixed(rows, buffers)
+        )
         self._chunks: list[pa.Array] = []
 
     def add(self, column: pa.ChunkedArray) -> None:
         for chunk in column.chunks:
-            flat = None if self._chunks or not len(chunk) else _flat(chunk)
-            if flat is not None and not self._at:
-                self._type, self._row_bytes = chunk.type, len(flat) // len(chunk)
-                self._content = self._buffers.lease(self._rows * self._row_bytes)
-            if flat is None or len(flat) != self._row_bytes * len(chunk):
-                self._chunks = [*self._copied(), chunk]
-                continue
-            self._content[self._at * self._row_bytes :][: len(flat)] = flat
-            self._at += len(chunk)
+            if not len(chunk):
+                self._chunks += [] if self._copied.rows else [chunk]
+            elif any(map(len, self._chunks)) or not self._copied.add(chunk):
+                self._chunks = [*self._copied.given_up(), *filter(len, self._chunks), _alone(chunk)]
 
     def joined(self) -> pa.ChunkedArray:
-        chunks = self._chunks or self._copied()
-        if len({chunk.type for chunk in chunks}) > 1:  # `take_rows` gave some of them offsets of 64 bits
+        chunks = self._copied.given_up() or self._chunks
+        if len({chunk.type for chunk in chunks}) > 1:  # some of them got offsets of 64 bits
             chunks = [chunk.cast(large_form(chunk.type)) for chunk in chunks]
         return pa.chunked_array(chunks)
 
-    def _copied(self) -> list[pa.Array]:
-        """Return the content as an Arrow array of its type, or the arrays that were added before a copy was impossible."""
-        if not self._at:
-            return self._chunks
-        rows, kind = self._at, self._type
-        self._at = 0
+
+class _Fixed:
+    """Content of a column whose rows have one width."""
+
+    def __init__(self, rows: int, buffers: Buffers) -> None:
+        self.rows = 0
+        self._most_rows, self._buffers = rows, buffers
+        self._row_bytes = 0
+        self._type: pa.DataType | None = None
+        self._content: Bytes = np.zeros(0, dtype=np.uint8)
+
+    def add(self, chunk: Any) -> bool:
+        """Copy a chunk with rows, or return False if it cannot be laid at the end."""
+        flat = _flat(chunk)
+        if flat is None:
+            return False
+        if not self.rows:
+            self._type, self._row_bytes = chunk.type, len(flat) // len(chunk)
+            self._content = self._buffers.lease(self._most_rows * self._row_bytes)
+        if len(flat) != self._row_bytes * len(chunk):
+            return False
+        self._content[self.rows * self._row_bytes :][: len(flat)] = flat
+        self.rows += len(chunk)
+        return True
+
+    def given_up(self) -> list[pa.Array]:
+        """Return the rows as an array, if there are any, and keep none."""
+        if not self.rows:
+            return []
+        rows, self.rows, kind = self.rows, 0, self._type
         if not isinstance(kind, pa.ListType):
             return [pa.Array.from_buffers(kind, rows, [None, pa.py_buffer(self._content)])]
         length = self._row_bytes * 8 // kind.value_type.bit_width
         values = pa.Array.from_buffers(kind.value_type, rows * length, [None, pa.py_buffer(self._content)])
         offsets = pa.array(np.arange(rows + 1, dtype=np.int64) * length, type=pa.int32())
         return [pa.ListArray.from_arrays(offsets, values, type=kind)]
+
+
+class _ByteStrings:
+    """Content of a column of strings or bytes."""
+
+    def __init__(self, rows: int, buffers: Buffers) -> None:
+        self.rows = 0
+        self._most_rows, self._buffers = rows, buffers
+        self._type: pa.DataType | None = None
+        self._ends: npt.NDArray[np.int64] = np.zeros(rows + 1, dtype=np.int64)
+        self._content: Bytes = np.zeros(0, dtype=np.uint8)
+
+    def add(self, chunk: Any) -> bool:
+        """Copy a chunk with rows, or return False if it has nulls."""
+        if chunk.null_count:
+            return False
+        offsets, content = byte_strings_in(chunk)
+        first, begin = int(offsets[0]), int(self._ends[self.rows])
+        end = begin + int(offsets[-1]) - first
+        stop = self.rows + len(chunk)
+        if end > len(self._content):
+            expected = int(_SPARE * end * self._most_rows / stop)
+            room = max(end, expected if _SEEN * stop >= self._most_rows else min(expected, 2 * end))
+            grown = self._buffers.lease(room)
+            grown[:begin] = self._content[:begin]
+            self._content = grown
+        self._content[begin:end] = content[first : int(offsets[-1])]
+        np.add(offsets[1:], begin - first, out=self._ends[self.rows + 1 : stop + 1])
+        self._type, self.rows = chunk.type, stop
+        return True
+
+    def given_up(self) -> list[pa.Array]:
+        """Return the rows as an array, if there are any, and keep none."""
+        if not self.rows:
+            return []
+        rows, self.rows, kind = self.rows, 0, self._type
+        wide = kind != large_form(kind) and int(self._ends[rows]) < LARGEST_BYTES
+        offsets = self._ends[: rows + 1].astype(np.int32) if wide else self._ends[: rows + 1]
+        buffers = [None, pa.py_buffer(offsets), pa.py_buffer(self._content)]
+        return [pa.Array.from_buffers(kind if wide else large_form(kind), rows, buffers)]
+
+
+def _is_byte_string(kind: pa.DataType) -> bool:
+    return large_form(kind) in (pa.large_string(), pa.large_binary())
+
+
+def byte_strings_in(array: Any) -> tuple[npt.NDArray[Any], Bytes]:
+    """Return the offsets [rows + 1] of an array of strings or bytes, int32 or int64, and the bytes that they are places in."""
+    wide = array.type == large_form(array.type)
+    _, offsets, content = array.buffers()
+    stored = np.frombuffer(offsets, dtype=np.int64 if wide else np.int32)
+    return stored[array.offset : array.offset + len(array) + 1], np.frombuffer(content or b"", dtype=np.uint8)
+
+
+def _alone(array: Any) -> Any:
+    """Return an array without memory of other rows: a copy, if it is a small part of what was decoded together."""
+    if 2 * array.nbytes >= array.get_total_buffer_size():
+        return array
+    return array.take(pa.array(np.arange(len(array))))
 
 
 def _flat(array: Any) -> Bytes | None:

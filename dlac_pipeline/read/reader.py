@@ -309,7 +309,7 @@ class BatchReader:
         arrays: dict[str, Array] = {}
         for name, kind in self._kinds.items():
             mine = [(columns[name], rows, slots) for columns, rows, slots in pieces]
-            arrays |= assemble(kind, mine, self._slots, length=self._lengths.get(name, 0))
+            arrays |= assemble(kind, mine, self._slots, self._buffers, length=self._lengths.get(name, 0))
         return arrays
 
     def _learn(self, columns: Columns) -> None:

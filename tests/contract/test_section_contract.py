@@ -13,7 +13,7 @@ from dlac_pipeline.lakehouse.errors import BadInput, SpecInvalid
 from dlac_pipeline.lakehouse.masking import mask_setting
 from dlac_pipeline.spec.job_spec import parse_spec
 from dlac_pipeline.spec.launch_request import Request
-from dlac_pipeline.spec.sections import SECTIONS, section_class
+from dlac_pipeline.spec.sections import section_class
 from dlac_pipeline.supervise.ranks.run_events import report_command
 from tests.installed import install_distribution, install_launcher
 from tests.unit.test_spec import GOOD

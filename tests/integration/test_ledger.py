@@ -11,8 +11,6 @@ from dlac_pipeline.extensions.upkeep.upkeep import compact
 from dlac_pipeline.lakehouse.config import KEEP_SNAPSHOTS
 from dlac_pipeline.lakehouse.errors import Fenced, HeadMoved, NoSuchCheckpoint, RowsBetween, RunFinished, SteppedAside
 from dlac_pipeline.lakehouse.iceberg.connect import connect
-from dlac_pipeline.lakehouse.ledger import ledger as ledgers
-from dlac_pipeline.lakehouse.ledger.arrow_rows import parse_rows
 from dlac_pipeline.lakehouse.ledger.commits import (
     Attempt,
     claim,

@@ -17,17 +17,12 @@ from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.checkpoint.commit import coordinator
 from dlac_pipeline.extensions.branches.rewind import rewind_run
 from dlac_pipeline.extensions.look.run_state import run_status
-from dlac_pipeline.extensions.rebuild.rebuild import rebuild_ledger
 from dlac_pipeline.extensions.upkeep.upkeep import run_upkeep
 from dlac_pipeline.lakehouse.errors import CatalogUnreachable, LedgerOlderThanStore
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.lakehouse.ledger import older_ledger
 from dlac_pipeline.lakehouse.ledger.journal import Journal
-from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.lakehouse.ledger.older_ledger import check_journal, commit_marked, newer_in_store
-from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows
-from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
-from dlac_pipeline.lakehouse.store_files import StoreFiles
+from dlac_pipeline.lakehouse.ledger.older_ledger import check_journal
 from tests.conftest import Arena, wait_until
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ import pytest
 from pyiceberg.table import Table
 
 from dlac_pipeline.audit.audit import audit_run
+from dlac_pipeline.audit.lakehouse_sql import open_audit
 from dlac_pipeline.extensions.look.run_state import run_status
 from dlac_pipeline.extensions.rebuild.rebuild import Rebuilt, rebuild_ledger
 from dlac_pipeline.extensions.upkeep.upkeep import run_upkeep

@@ -18,9 +18,14 @@ from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.checkpoint import store as checkpoint_store
 from dlac_pipeline.checkpoint.store import tiers_of
 from dlac_pipeline.extensions.kept_checkpoints.listing import list_checkpoints, verify_checkpoints
-from dlac_pipeline.lakehouse.errors import StoreUnavailable
-from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow
+from dlac_pipeline.extensions.kept_checkpoints.tags import name_checkpoint
+from dlac_pipeline.extensions.upkeep.upkeep import run_upkeep
+from dlac_pipeline.lakehouse.config import LakehouseConfig
+from dlac_pipeline.lakehouse.errors import CatalogUnreachable, StoreUnavailable
+from dlac_pipeline.lakehouse.iceberg.connect import connect
+from dlac_pipeline.lakehouse.ledger.commits import claim
+from dlac_pipeline.lakehouse.ledger.ledger import Append, Ledger
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, NameRow
 from dlac_pipeline.spec.job_spec import JobSpec
 from tests.conftest import Arena, wait_until
 from tests.fixtures import Command

@@ -18,7 +18,6 @@ from dlac_pipeline.checkpoint.manifest import read_manifest
 from dlac_pipeline.checkpoint.store import Tiers, folder_of
 from dlac_pipeline.extensions.kept_checkpoints.listing import list_checkpoints, verify_checkpoints
 from dlac_pipeline.extensions.kept_checkpoints.tags import name_checkpoint, unname_checkpoint
-from dlac_pipeline.extensions.replay import rehearse, step_replay
 from dlac_pipeline.lakehouse.errors import NoSuchCheckpoint, RunFinished, SpecInvalid, StoreUnavailable
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import (

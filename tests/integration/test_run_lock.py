@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from dlac_pipeline.operations.rewind import rewind_run
 from tenacity import RetryCallState
 
 from dlac_pipeline import TorchState
@@ -31,7 +32,6 @@ from dlac_pipeline.lakehouse.errors import (
 from dlac_pipeline.lakehouse.ledger.commits import claim
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import ClaimRow
-from dlac_pipeline.operations.rewind import rewind_run
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.liveness.run_lock import run_lock

@@ -20,8 +20,6 @@ from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.checkpoint import store
 from dlac_pipeline.checkpoint.restore.verified_copy import restore
 from dlac_pipeline.checkpoint.store import tiers_of
-from dlac_pipeline.extensions.exchange import initial_checkpoint
-from dlac_pipeline.extensions.exchange.fork import fork_run
 from dlac_pipeline.extensions.kept_checkpoints.listing import list_checkpoints, verify_checkpoints
 from dlac_pipeline.lakehouse.errors import CheckpointDamaged, StoreUnavailable
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger

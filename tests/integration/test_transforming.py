@@ -8,11 +8,9 @@ import pytest
 import torch
 
 from dlac_pipeline.audit.audit import audit_run
-from dlac_pipeline.extensions.clusters.packed_request import REQUEST_VARIABLE, pack
 from dlac_pipeline.extensions.dataset.opening import open_dataset
 from dlac_pipeline.lakehouse.errors import ResumeMismatch, TransformFailed, UnsupportedColumn
 from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow
-from dlac_pipeline.spec.launch_request import Request
 
 if TYPE_CHECKING:
     from tests.conftest import Arena

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dlac_pipeline.extensions.dataset.batches import as_batch, as_dict
 from dlac_pipeline.extensions.trainers.run_loader import cut, weigh
 from dlac_pipeline.read.batch import Batch
 

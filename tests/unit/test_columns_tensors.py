@@ -34,6 +34,7 @@ from pyiceberg.types import (
 from dlac_pipeline.lakehouse.errors import NoSuchColumn, UnsupportedColumn
 from dlac_pipeline.lakehouse.iceberg.columns import arrow_type
 from dlac_pipeline.read.assemble import Piece, assemble
+from dlac_pipeline.read.memory import Buffers
 from dlac_pipeline.rows.columns import ColumnKind, check_names, kinds_of, to_column
 
 LONGS = ListType(100, LongType(), element_required=False)
@@ -143,7 +144,7 @@ def test_ragged_lists_need_declaration() -> None:
     one, two = (to_column(chunked("tokens", rows), kind("tokens"), origin="here") for rows in ([[1]], [[1, 2]]))
     at = np.arange(1)
     with pytest.raises(UnsupportedColumn, match=r"lengths \[1, 2\] in one batch"):
-        assemble(kind("tokens"), [(one, at, at), (two, at, at + 1)], 2)
+        assemble(kind("tokens"), [(one, at, at), (two, at, at + 1)], 2, Buffers())
 
 
 def test_nulls_inside_lists_are_refused() -> None:
@@ -168,7 +169,7 @@ def test_declarations_are_checked() -> None:
 ROWS: dict[str, st.SearchStrategy[Any]] = {
     "big": st.integers(-(2**63), 2**63 - 1),
     "flag": st.booleans(),
-    "text": st.text(max_size=4),
+    "text": st.text(max_size=4) | st.text(max_size=4).map(lambda text: 300 * text),
     "tokens": st.lists(st.integers(-5, 5), max_size=4),
 }
 
@@ -196,7 +197,7 @@ def test_batches_hold_their_rows(data: st.DataObject) -> None:
         pieces.append((column, np.array(chosen, dtype=np.int64), np.array(at, dtype=np.int64)))
         if not chosen:
             break
-    assert rows_of(assemble(made, pieces, slots), made, slots) == [plain(name, one) for one in expected]
+    assert rows_of(assemble(made, pieces, slots, Buffers()), made, slots) == [plain(name, one) for one in expected]
 
 
 def rows_of(tensors: dict[str, Any], made: ColumnKind, slots: int) -> list[Any]:

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+from dlac_pipeline.supervise.policies.stragglers import Straggler, Stragglers
 
 from dlac_pipeline.elastic.ranks.launch_folder import in_hand_file, progress_file
 from dlac_pipeline.elastic.ranks.watched_time import WatchedTime
@@ -20,7 +21,6 @@ from dlac_pipeline.supervise.liveness.heartbeat import (
     read_heartbeats,
     read_in_hand,
 )
-from dlac_pipeline.supervise.policies.stragglers import Straggler, Stragglers
 from dlac_pipeline.supervise.ranks.local_ranks import Exit
 
 

@@ -9,7 +9,6 @@ import pytest
 from dlac_pipeline.extensions.look.log_reader import LogReader, readable
 from dlac_pipeline.supervise.ranks import rank_logs
 from dlac_pipeline.supervise.ranks.rank_logs import LogBound, cut_middle
-from tests.conftest import wait_until
 
 BOUND = 2**20
 

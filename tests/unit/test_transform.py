@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from dlac_pipeline.lakehouse.errors import NoSuchColumn, SpecInvalid, TransformFailed, UnsupportedColumn
 from dlac_pipeline.read.assemble import assemble
 from dlac_pipeline.read.documents import Encoding, documents_of, samples_of
+from dlac_pipeline.read.memory import Buffers
 from dlac_pipeline.rows.columns import Column, ColumnKind
 from dlac_pipeline.rows.transform import ROW, Reject, RowRejected, Transform, load_transform, transform_rows
 
@@ -230,10 +231,10 @@ def test_lists_become_dimensions(column: pa.Array, dtype: type) -> None:
 def test_nested_shape_is_kept_without_rows() -> None:
     """A rank without rows of a batch has the shape of its peers, and another shape of nested lists is refused."""
     kind = ColumnKind(name="v", items=np.dtype(np.float32), listed=True, length=3, inner=(2,))
-    assert assemble(kind, [], 4)["v"].shape == (4, 3, 2)
+    assert assemble(kind, [], 4, Buffers())["v"].shape == (4, 3, 2)
     other = Column(np.zeros((1, 3, 5), dtype=np.float32))
     with pytest.raises(UnsupportedColumn, match="column 'v'"):
-        assemble(kind, [(other, np.arange(1), np.arange(1))], 4)
+        assemble(kind, [(other, np.arange(1), np.arange(1))], 4, Buffers())
 
 
 @pytest.mark.parametrize(

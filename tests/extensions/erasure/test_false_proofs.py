@@ -19,7 +19,7 @@ from dlac_pipeline.checkpoint.store import tiers_of
 from dlac_pipeline.extensions.branches.retire import retire_left
 from dlac_pipeline.extensions.branches.rewind import rewind_run
 from dlac_pipeline.extensions.deepspeed.deepspeed_state import DeepSpeedState
-from dlac_pipeline.extensions.erasure.certificate import differences, make_key
+from dlac_pipeline.extensions.erasure.certificate import differences, is_signed, make_key
 from dlac_pipeline.extensions.erasure.explain import EXPLAINED
 from dlac_pipeline.extensions.erasure.passport import write_passport
 from dlac_pipeline.extensions.erasure.seen import who_has_seen

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlac_pipeline.audit.lakehouse_sql import rows_of
-from dlac_pipeline.extensions.look.display import describe_goodput
 from dlac_pipeline.extensions.look.goodput import goodput_of_rows, open_rows
 from dlac_pipeline.lakehouse.ledger.recoveries import Recovery
 from dlac_pipeline.lakehouse.ledger.typed_rows import (

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from dlac_pipeline.cli.display import describe_outcome
-from dlac_pipeline.cli.shared import command_with, facts_table
+from dlac_pipeline.cli.shared import command_with
 from dlac_pipeline.extensions.look.commands import describe_incident
 from dlac_pipeline.extensions.look.display import describe_live, describe_status
 from dlac_pipeline.extensions.look.run_state import current_failure, standing_of

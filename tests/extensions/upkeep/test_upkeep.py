@@ -14,7 +14,7 @@ from pyiceberg.catalog.sql import SqlCatalog
 from pyiceberg.table import CommitTableResponse
 
 from dlac_pipeline.extensions.upkeep.orphans import remove_orphans
-from dlac_pipeline.extensions.upkeep.upkeep import MIN_FILES, compact, run_upkeep
+from dlac_pipeline.extensions.upkeep.upkeep import compact, run_upkeep
 from dlac_pipeline.lakehouse.config import KEEP_SNAPSHOTS
 from dlac_pipeline.lakehouse.errors import LakehouseError, LedgerOlderThanStore
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
@@ -23,7 +23,6 @@ from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.schemas import TABLES
 from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow, CheckpointRow, LedgerRow
 from dlac_pipeline.lakehouse.maintenance.expiry import expire
-from dlac_pipeline.lakehouse.retrying import retrying
 from jobs.definitions import defs
 
 if TYPE_CHECKING:
