@@ -20,15 +20,16 @@ class Stage:
     attempt: int
     nonce: int
     leg: int
+    quorum: int
     state: State
     parent: int
     """The head as the leader knows it."""
 
     @classmethod
-    def of(cls, claim: ClaimRow, state: State, parent: int) -> Stage:
+    def of(cls, claim: ClaimRow, state: State, parent: int, *, quorum: int = 0) -> Stage:
         """Return a state that the attempt of a claim has staged."""
         fence = claim.fence
-        return cls(attempt=fence.attempt, nonce=fence.nonce, leg=claim.leg, state=state, parent=parent)
+        return cls(attempt=fence.attempt, nonce=fence.nonce, leg=claim.leg, quorum=quorum, state=state, parent=parent)
 
 
 def commit_checkpoint(world: World, node: Node, stage: Stage, ranks: list[Life]) -> Process[Reading]:
@@ -48,6 +49,9 @@ def commit_checkpoint(world: World, node: Node, stage: Stage, ranks: list[Life])
 
     def decide(reading: Reading) -> CheckpointRow:
         check_owner(world, reading, stage.attempt, stage.nonce)
+        later = [members for _, _, members in reading.quorums(stage.nonce, after=stage.quorum)]
+        if not world.rules.stays_member(node.number, later):
+            raise Refused("stays_member", reading)
         if not world.rules.extends_head(reading.fence, stage.parent):
             raise Refused("extends_head", reading)
         parent_step = reading.checkpoint(stage.parent).state.step
@@ -57,6 +61,7 @@ def commit_checkpoint(world: World, node: Node, stage: Stage, ranks: list[Life])
             checkpoint=checkpoint,
             parent=stage.parent,
             nonce=stage.nonce,
+            quorum=stage.quorum,
             state=stage.state,
             named=tuple(
                 (step, rows_of(stage.leg, step))

@@ -22,7 +22,8 @@ def watch(world: World, node: Node, start: Start) -> Process[None]:
         yield world.between(1.0, 4.0)
         near = world.reached_from(node)
         lively = any(other.trains and world.now - other.progress < PATIENCE for other in near)
-        if not lively:
+        joins = node.group is not None and world.now - node.progress < PATIENCE
+        if not lively and not joins:
             world.scheduler.spawn(launch(world, node, near, start), node.life)
 
 
@@ -42,7 +43,7 @@ def launch(world: World, leader: Node, team: list[Node], start: Start) -> Proces
             yield world.between(5.0, 40.0)
         for _ in range(_CLAIMS):
             yield world.between(0.1, 0.5)
-            claim, reading = yield from _claim(world, leader, replaced, leg)
+            claim, reading = yield from _claim(world, leader, team, replaced, leg)
             world.advance(team)
             reading, state = yield from _resume(world, leader, claim, reading)
             if state is not None:
@@ -65,7 +66,7 @@ def launch(world: World, leader: Node, team: list[Node], start: Start) -> Proces
     start(claim, reading, state, mine)
 
 
-def _claim(world: World, leader: Node, replaced: int, leg: int) -> Process[tuple[ClaimRow, Reading]]:
+def _claim(world: World, leader: Node, team: list[Node], replaced: int, leg: int) -> Process[tuple[ClaimRow, Reading]]:
     nonce = world.number()
     parts = world.parts_reached(leader)
     world.truth.look(nonce)
@@ -82,6 +83,7 @@ def _claim(world: World, leader: Node, replaced: int, leg: int) -> Process[tuple
             replaces=replaced,
             leg=leg,
             memory=choose_copy(world, reading, parts, leg),
+            members=tuple(node.number for node in team),
         )
 
     reading = yield from world.ledger.append(leader, nonce, decide)
@@ -100,7 +102,7 @@ def choose_copy(world: World, reading: Reading, parts: list[Part], leg: int) -> 
         if (
             rules.is_claimed(claim)
             and rules.is_unrewound(claim_seq, reading.rewind_seq)
-            and rules.continues_head(stamp.nonce, reading.base(stamp.nonce), head.checkpoint, head.nonce)
+            and rules.continues_head(stamp, reading.base(stamp.nonce), head.checkpoint, head.nonce, head.quorum)
             and rules.is_at_head(stamp.step, head.state.step)
             and rules.is_same_leg(stamp.leg, leg)
             and world.assemble(parts, stamp) is not None

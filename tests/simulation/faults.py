@@ -125,20 +125,21 @@ class Faults:
         world = self._world
         world.side = [world.rng.choice((0, 0, 1)) for _ in world.nodes]
         world.cut_off = {side for side in (0, 1) if world.rng.random() < 0.3}
+        world.lighthouses = world.rng.choice(({0}, {0}, {1}, {0, 1}))
         self._strike("cut", *(node for node in world.nodes if world.side[node.number]))
         world.scheduler.call(world.between(1.0, 20.0), self._join_network)
 
     def _isolate_node(self) -> None:
-        """Cut one node off from its peers, and not from the ledger and the store."""
+        """Cut one node off from its peers and from the lighthouse, and not from the ledger and the store."""
         world, node = self._world, self._world.rng.choice((self._world.nodes[0], self._any_node()))
         world.side = [int(other is node) for other in world.nodes]
-        world.cut_off = set()
+        world.cut_off, world.lighthouses = set(), {0}
         self._strike("isolated", node)
         world.scheduler.call(world.between(1.0, world.rng.choice((4.0, 4.0, 12.0))), self._join_network)
 
     def _join_network(self) -> None:
         world = self._world
-        world.side, world.cut_off = [0] * len(world.nodes), set()
+        world.side, world.cut_off, world.lighthouses = [0] * len(world.nodes), set(), {0}
 
     def _suspend_ledger(self) -> None:
         self._strike("the ledger is unavailable")
@@ -152,11 +153,12 @@ class Faults:
 
     def _suspend_lighthouse(self) -> None:
         self._strike("the lighthouse is lost")
-        self._world.lighthouse_away = True
+        self._world.lighthouses = set()
         self._world.scheduler.call(self._world.between(1.0, 8.0), self._resume_services)
 
     def _resume_services(self) -> None:
-        self._world.ledger_away = self._world.store_away = self._world.lighthouse_away = False
+        self._world.ledger_away = self._world.store_away = False
+        self._world.lighthouses = {0}
 
     def _damage_head(self) -> None:
         head = self._world.ledger.read().fence.head
@@ -185,7 +187,7 @@ class Faults:
         node, world = self._any_node(), self._world
         self._strike("rehearsal", node)
         reading = world.ledger.read()
-        stamp = Stamp(LAST_STEP - 1, reading.fence.attempt, world.number(), reading.leg, 1)
+        stamp = Stamp(LAST_STEP - 1, reading.fence.attempt, 0, world.number(), reading.leg, 1)
         world.hold(node, Part(stamp, 0, world.garbage(stamp.step)), 0)
 
     def _end_faults(self) -> None:

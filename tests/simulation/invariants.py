@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 
 from tests.simulation.ledger import Reading, Refused
 from tests.simulation.values import (
+    GENESIS,
     LAST_STEP,
     CheckpointRow,
     ClaimRow,
     FinishRow,
     QuarantineRow,
+    QuorumRow,
     RewindRow,
     Row,
     Stamp,
@@ -60,6 +62,8 @@ class Truth:
         """Nonce of an attempt -> faults before it started."""
         self._last_step: dict[int, int] = {}
         """Nonce of an attempt -> the last step that it executed."""
+        self._applied_by_all: dict[int, State] = {}
+        """Nonce of an attempt -> the last state that all groups of a quorum reached."""
         self.replayed: Counter[int] = Counter()
         """Steps executed again after single faults whose memory was whole."""
 
@@ -159,6 +163,9 @@ class Truth:
                 check(self._world.files[each].damaged, "checkpoint {} is quarantined, and is not damaged", each)
         if isinstance(row, CheckpointRow):
             self._check_checkpoint(row, before)
+        if isinstance(row, QuorumRow):
+            last = before.quorums(after.nonce)[-1][0]
+            check(row.number == last + 1, "quorum {} does not follow {}", row.number, last)
         if isinstance(row, FinishRow):
             self._check_finish(before)
 
@@ -212,7 +219,25 @@ class Truth:
         consumed = [each for row in lineage for _, rows in row.named for each in rows]
         check(len(consumed) == len(set(consumed)), "a row is consumed twice")
 
-    def check_applied(self, states: set[State]) -> None:
-        """Check that groups have one state after a step, and that training made it."""
+    # Steps of groups
+
+    def check_step(self, nonce: int, quorum: int, members: tuple[int, ...]) -> None:
+        """Check that a step is executed by the last recorded quorum of its attempt."""
+        recorded = self._world.ledger.read().quorums(nonce)
+        check(bool(recorded), "a group trains in an attempt without a claim")
+        number, _, nodes = recorded[-1]
+        last = (number, nodes)
+        check(last == (quorum, members), "quorum {} of {} trains, and {} is recorded", quorum, members, last)
+
+    def check_applied(self, nonce: int, states: set[State], by_all: bool) -> None:
+        """Check that groups have one state after a step, and keep every step that all groups of a quorum applied."""
         check(len(states) == 1, "groups of one quorum have {}", states)
-        check(states.pop().bits in self._made, "a group has a part of a refused step")
+        state = states.pop()
+        check(state.bits in self._made, "a group has a part of a refused step")
+        kept = self._applied_by_all.get(nonce, GENESIS)
+        bits = state.bits
+        for _ in range(kept.step, state.step):
+            bits = self._made[bits][0] if bits in self._made else bits
+        check(not kept.step or bits == kept.bits, "step {} is lost, which all groups had applied", kept.step)
+        if by_all:
+            self._applied_by_all[nonce] = state

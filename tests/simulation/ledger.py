@@ -13,6 +13,7 @@ from tests.simulation.values import (
     Fence,
     FinishRow,
     QuarantineRow,
+    QuorumRow,
     RewindRow,
     Row,
 )
@@ -99,6 +100,15 @@ class Reading:
         """Return the head that an attempt started from: as its claim and its quarantine left it."""
         starts = [row for row in self.rows if isinstance(row, ClaimRow | QuarantineRow) and row.fence.nonce == nonce]
         return starts[-1].fence.head if starts else self.fence.head
+
+    def quorums(self, nonce: int, after: int = -1) -> list[tuple[int, int, tuple[int, ...]]]:
+        """Return number, append and members of the quorums of an attempt. Its claim is quorum 0."""
+        found: list[tuple[int, int, tuple[int, ...]]] = []
+        for row in self.rows:
+            if row.fence.nonce == nonce and isinstance(row, ClaimRow | QuorumRow):
+                number = row.number if isinstance(row, QuorumRow) else 0
+                found.append((number, row.append_id, row.members))
+        return [each for each in found if each[0] > after]
 
 
 Decide = Callable[[Reading], Row]

@@ -1,4 +1,4 @@
-"""The engine per step: replica groups on one node, started again by one supervisor. See design note 0029.
+"""The engine per step as it is built: replica groups on one node, started again by one supervisor. See design note 0029.
 
 One lighthouse forms their quorums, and none is a row of the ledger. So the fence and the head alone judge a commit, and a step
 may be done twice: by a group that falls silent, and by those that dropped it.
@@ -66,7 +66,7 @@ class OneNode:
         world = self._world
         while True:
             yield world.between(0.5, 1.0)
-            if world.lighthouse_away:  # the supervisor starts another one
+            if not world.lighthouses:  # the supervisor starts another one
                 continue
             world.reach("forward")
             members = [group for group in self._groups if self._is_present(group) and not world.happens(0.15)]
@@ -118,7 +118,7 @@ class OneNode:
                     self._commit_if_due(group)
                 world.reach("apply")
         if applied:
-            world.truth.check_applied(applied)
+            world.truth.check_applied(self._claim.fence.nonce, applied, by_all=False)
 
     def _reduce(self, present: list[Group], members: list[Group]) -> State:
         """Return the state after a step that divides the global batch among the groups."""

@@ -98,9 +98,13 @@ class Rules:
         return rewind_seq < claim_seq
 
     @staticmethod
-    def continues_head(nonce: int, base: int, head: int, head_nonce: int) -> bool:
-        """A copy descends from the head. Its attempt started from the head `base`, or committed the present one."""
-        return head == base or head_nonce == nonce
+    def continues_head(stamp: Stamp, base: int, head: int, head_nonce: int, head_quorum: int) -> bool:
+        """A copy descends from the head.
+
+        Either its attempt started from the head, or committed it in the copy's quorum or an earlier one. `base` is the
+        head that the attempt started from.
+        """
+        return head == base or (head_nonce == stamp.nonce and head_quorum <= stamp.quorum)
 
     @staticmethod
     def is_at_head(step: int, head_step: int) -> bool:
@@ -133,6 +137,43 @@ class Rules:
     # Steps of groups that train together
 
     @staticmethod
+    def succeeds_quorum(later: Collection[int], joined: Collection[int]) -> bool:
+        """A quorum follows the one in which its donors trained last.
+
+        Quorums that the donors joined and never trained in do not count, because no step was executed in them. So a row
+        that landed without an answer does not stop its own members. `later` are the appends recorded since then.
+        """
+        return all(append in joined for append in later)
+
+    @staticmethod
+    def reaches_head(step: int, head_step: int) -> bool:
+        """A quorum starts from a state that is not older than the head."""
+        return step >= head_step
+
+    @staticmethod
+    def is_donor(quorum: int, base: int) -> bool:
+        """Only groups that trained in the last quorum pass on their states. All others heal, whatever they have."""
+        return quorum == base
+
+    @staticmethod
+    def is_recorded(answered: bool) -> bool:
+        """The first step of a quorum waits for its row in the ledger."""
+        return answered
+
+    @staticmethod
+    def is_healed(position: tuple[int, int], newest: tuple[int, int]) -> bool:
+        """A group contributes once it has the newest state.
+
+        A position is a quorum and a step that it executed. The same step has other bits in another quorum.
+        """
+        return position == newest
+
+    @staticmethod
+    def is_in_quorum(quorum: int, joined: int) -> bool:
+        """A group trains in the quorum that it joined last, and records no other."""
+        return quorum == joined
+
+    @staticmethod
     def have_all_contributed(present: Sequence[T], members: Sequence[T]) -> bool:
         """A step is executed with the gradients of every member, because each has a different part of the batch."""
         return len(present) == len(members)
@@ -141,6 +182,8 @@ class Rules:
     def have_ranks_voted(votes: Sequence[bool]) -> bool:
         """A group applies a step if all of its ranks received the reduced gradients."""
         return all(votes)
+
+    # Steps of groups of one node
 
     @staticmethod
     def has_newest(step: int, newest: int) -> bool:
@@ -156,6 +199,13 @@ class Rules:
     def is_beyond_head(step: int, head_step: int) -> bool:
         """A group commits its state after another group's checkpoint only if that is of an earlier step."""
         return step > head_step
+
+    # Commits of groups of several nodes
+
+    @staticmethod
+    def stays_member(node: int, later: Sequence[Sequence[int]]) -> bool:
+        """A group commits what it staged if it is a member of all quorums recorded since."""
+        return all(node in members for members in later)
 
 
 NAMES = tuple(name for name, rule in vars(Rules).items() if isinstance(rule, staticmethod))

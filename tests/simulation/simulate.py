@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from functools import partial
 
 from tests.simulation import one_node, rounds
+from tests.simulation.coordinator import Start
 from tests.simulation.faults import Faults
 from tests.simulation.invariants import Truth, Violation, check
 from tests.simulation.ledger import Ledger
 from tests.simulation.rules import Rules
-from tests.simulation.scheduler import Scheduler
+from tests.simulation.scheduler import Life, Scheduler
+from tests.simulation.steps import Groups
 from tests.simulation.values import ClaimRow
-from tests.simulation.world import ROUNDS, World
+from tests.simulation.world import ONE_NODE, QUORUMS, ROUNDS, World
 
 _LIMIT = 400.0
 """Time by which every run has finished."""
@@ -42,8 +44,16 @@ def simulate(seed: int, rules: type[Rules] = Rules) -> Outcome:
     world = World(seed, rules)
     world.ledger, world.truth = Ledger(world), Truth(world)
     world.note("{}", world.conditions)
-    engine = rounds if world.conditions.engine == ROUNDS else one_node
-    Faults(world, partial(engine.start_attempt, world)).schedule()
+    groups = Groups(world)
+    starts: dict[str, Start] = {
+        ROUNDS: partial(rounds.start_attempt, world),
+        QUORUMS: groups.start_attempt,
+        ONE_NODE: partial(one_node.start_attempt, world),
+    }
+    start = starts[world.conditions.engine]
+    if world.conditions.engine == QUORUMS:
+        world.scheduler.spawn(groups.run_lighthouse(), Life())
+    Faults(world, start).schedule()
     violation = None
     try:
         world.scheduler.run(_LIMIT, lambda: world.ledger.finished)

@@ -42,6 +42,7 @@ class Stamp:
 
     step: int
     attempt: int
+    quorum: int
     nonce: int
     leg: int
     parts: int
@@ -84,11 +85,20 @@ class ClaimRow(Row):
     replaces: int
     leg: int
     memory: Stamp | None = None
+    members: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RewindRow(ClaimRow):
     """An operator's return to an earlier checkpoint. Its attempt trains nothing."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuorumRow(Row):
+    """A change of the nodes that train together. The claim is quorum 0 of its attempt."""
+
+    number: int
+    members: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,6 +109,7 @@ class CheckpointRow(Row):
     parent: int
     nonce: int
     """Of the attempt that staged it."""
+    quorum: int
     state: State
     named: tuple[tuple[int, range], ...]
 
@@ -116,6 +127,6 @@ class FinishRow(Row):
 
 
 BEGINNING = CheckpointRow(
-    fence=Fence(0, 0, 0, 0), append_id=0, checkpoint=0, parent=0, nonce=0, state=GENESIS, named=()
+    fence=Fence(0, 0, 0, 0), append_id=0, checkpoint=0, parent=0, nonce=0, quorum=0, state=GENESIS, named=()
 )
 """The initial checkpoint. It is in the store from the start, and never damaged."""

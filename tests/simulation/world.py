@@ -14,9 +14,10 @@ if TYPE_CHECKING:
     from tests.simulation.invariants import Truth
     from tests.simulation.ledger import Ledger
     from tests.simulation.one_node import Group as Replica
+    from tests.simulation.steps import Group
 
-ROUNDS, ONE_NODE = ENGINES = ("rounds", "one node")
-"""All ranks as one group, and replica groups on one node."""
+ROUNDS, QUORUMS, ONE_NODE = ENGINES = ("rounds", "quorums", "one node")
+"""All ranks as one group; replica groups on several nodes; and replica groups on one node, the engine that is built."""
 PATIENCE = 6.0
 """Time without progress after which a node counts a launch or an attempt as lost."""
 
@@ -35,6 +36,8 @@ class Node:
     """True if its ranks belong to an attempt or a launch."""
     progress: float = 0.0
     """Time of the last progress of its attempt or launch."""
+    group: Group | None = None
+    """Its replica group, if groups of several nodes train together per step."""
     replicas: list[Replica] = field(default_factory=list)
     """The replica groups that a supervisor on it has started last."""
 
@@ -46,13 +49,13 @@ class Node:
     def restart_ranks(self) -> Life:
         """End the ranks on this node and start others. Return their lifetime."""
         self.ranks.ended = True
-        self.ranks, self.trains = Life(), False
+        self.ranks, self.group, self.trains = Life(), None, False
         return self.ranks
 
     def stop(self) -> None:
         """End the node with its ranks and its memory."""
         self.life.ended = self.ranks.ended = True
-        self.memory, self.floor, self.trains = [], (0, 0), False
+        self.memory, self.floor, self.group, self.trains = [], (0, 0), None, False
 
 
 @dataclass
@@ -77,6 +80,8 @@ class Conditions:
     """Steps from one durable checkpoint to the next."""
     upload: float
     """Longest time for which a rank uploads a checkpoint."""
+    propose: float
+    """Longest time between two looks of the lighthouse."""
     send: float
     """Longest time for which a copy is on its way to its buddy."""
     torn: float
@@ -105,6 +110,7 @@ class World:
             nodes=rng.choice((2, 3, 3, 4)),
             interval=rng.choice((2, 3, 5)),
             upload=rng.choice((0.4, 2.5)),
+            propose=rng.choice((1.2, 4.0)),
             send=rng.choice((0.8, 0.8, 3.0, 6.0)),
             torn=rng.choice((0.0, 0.0, 0.3)),
             lost=rng.choice((0.0, 0.05, 0.3)),
@@ -116,7 +122,9 @@ class World:
         """Side of a network cut that each node is on."""
         self.cut_off: set[int] = set()
         """Sides that do not reach the ledger."""
-        self.ledger_away = self.store_away = self.lighthouse_away = False
+        self.lighthouses = {0}
+        """Sides that have a lighthouse."""
+        self.ledger_away = self.store_away = False
         self.files = {0: Files(GENESIS, 0)}
         self.faults: list[str] = []
         self.waiting_faults: dict[str, Callable[[], None]] = {}
