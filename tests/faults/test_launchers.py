@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
@@ -126,7 +126,7 @@ def test_notice_causes_emergency_checkpoint(
     """A signal reaches any process, or one rank reads the notice. The last step is saved, and no process remains."""
     run = f"{launcher}-{to}-{notice}-{number or 0:d}"
     with metadata_server() as (url, gone, _):
-        changes = {} if number else {"termination_url": url}
+        changes: dict[str, Any] = {} if number else {"termination_url": url}
         with launch_under(campaign, launcher, run, pause_s=0.2, **changes) as launch:
             ranks = wait_for_ranks(campaign, launch, run)
             if number:

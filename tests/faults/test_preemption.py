@@ -82,7 +82,9 @@ def test_notice_makes_one_checkpoint(campaign: Arena, to: str, notice: str) -> N
     """
     run, start = f"told-{to.replace(' ', '-')}-{notice}", "spawn" if "spawned" in to else "fork"
     with metadata_server() as (url, gone, tokens):
-        endpoint = {"termination_url": url, "termination_headers": {"X-Token": "abc"}} if "url" in to else {}
+        endpoint: dict[str, Any] = (
+            {"termination_url": url, "termination_headers": {"X-Token": "abc"}} if "url" in to else {}
+        )
         launch = campaign.launch(campaign.spec(run, start=start, **endpoint, **TRAINING))
         launch.wait_for("checkpoint", 2 if endpoint else 1)
         tree = [psutil.Process(launch.process.pid), *psutil.Process(launch.process.pid).children(recursive=True)]

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from dlac_pipeline.operations.rewind import rewind_run
 from tenacity import RetryCallState
 
 from dlac_pipeline import TorchState
 from dlac_pipeline.checkpoint.restore.resume_point import FromMemory, ResumePoint
 from dlac_pipeline.checkpoint.store import MANIFEST, folder_of
+from dlac_pipeline.extensions.branches.rewind import rewind_run
 from dlac_pipeline.extensions.replicas.group_locks import name_holder, share_run_lock
 from dlac_pipeline.lakehouse import retrying
 from dlac_pipeline.lakehouse.durable_io import lock_at_once

@@ -161,7 +161,7 @@ def train_lightning(
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     module, data = Module(), DlacDataModule(run, inputs)
     if validation is not None:
-        data.val_dataloader = lambda: validation  # type: ignore[method-assign]
+        data.val_dataloader = lambda: validation
     checkpoints = DlacCheckpoint(run, module)
     trainer = Trainer(
         accelerator="cpu",

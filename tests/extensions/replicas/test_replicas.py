@@ -68,7 +68,7 @@ DEATHS: dict[str, dict[str, dict[str, Any]]] = {
 
 def deaths() -> list[Any]:
     """Return shape and name of all deaths. Most are in the soak, because others resemble them."""
-    marks = {("whole", "committer-reducing"): ()}
+    marks: dict[tuple[str, str], tuple[Any, ...]] = {("whole", "committer-reducing"): ()}
     slow = [("whole", name) for name in ("starting", "forward", "saving", "healing-source")]
     marks |= dict.fromkeys([*slow, ("sharded", "committer-reducing")], (pytest.mark.slow,))
     cases = [(shape, death) for shape, found in DEATHS.items() for death in found]

@@ -305,7 +305,7 @@ def test_lightning_validation_changes_no_loss(arena: Arena) -> None:
         if step == dies_at:
             raise RuntimeError("crash")
 
-    validation = torch.utils.data.DataLoader(range(8), batch_size=4, shuffle=True)  # type: ignore[arg-type]
+    validation: torch.utils.data.DataLoader[int] = torch.utils.data.DataLoader(range(8), batch_size=4, shuffle=True)  # type: ignore[arg-type]
     for name, dies_at in (("killed", 12), ("killed", -1), ("alone", -1)):
         with suppress(RuntimeError), opened_run(arena, name, **POINTS) as run:
             train_lightning(run, Points(), 1, to_points, partial(die, dies_at), validation)
