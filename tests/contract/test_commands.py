@@ -1,4 +1,4 @@
-"""The contract of commands: of the extensions of DLAC, and of those that a third party installs."""
+"""The contract of commands: of DLAC's extensions and of a third party's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The door of engines: the core's, those of extensions, and one of another author that a folder brings, keep one contract."""
+"""The door of engines: the core's, extensions', and one of another author that a folder brings, keep one contract."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """A Parquet file in a folder of its own."""
+    """A Parquet file in a new folder."""
     (tmp_path / "files").mkdir()
     pq.write_table(pa.table({"row_id": [1, 2, 3]}), tmp_path / "files" / "a.parquet")
     return tmp_path / "files" / "a.parquet"

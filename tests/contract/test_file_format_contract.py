@@ -150,7 +150,7 @@ def test_damaged_file_is_named(suffix: str) -> None:
 
 
 def test_training_is_exact_and_audited(arena: Arena, suffix: str) -> None:
-    """Filter, plan, training after a crash, and audit: rows are those of the same table in Parquet. A lost file is named."""
+    """Filter, plan, training after a crash, and audit: the same rows as from the table in Parquet. A lost file is named."""
     table = table_of(arena, suffix)
     snapshot = table.current_snapshot()
     assert snapshot is not None

@@ -112,7 +112,7 @@ def test_rank_gets_a_training_run(healing: Healing) -> None:
 
 
 def test_missing_way_is_named(spec: JobSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name that no distribution has is refused with those that are installed."""
+    """A name that no distribution has is refused with the installed names."""
     monkeypatch.setattr(LaunchSpec, "healing", property(lambda launch: "spare"))
     with pytest.raises(
         BadInput, match=r"way of healing in launch.replicas, found 'spare': did you mean 'spares'\? .* replicas, spares"

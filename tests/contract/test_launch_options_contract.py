@@ -1,4 +1,4 @@
-"""The door of launch options: those of torchrun, and those of another author that takes their place."""
+"""The door of launch options: torchrun's, and another author's that take their place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The contract of names that extensions add to `dlac_pipeline`: DLAC's own extensions, and those of a third party."""
+"""The contract of names that extensions add to `dlac_pipeline`: DLAC's extensions, and a third party's."""
 
 from pathlib import Path
 

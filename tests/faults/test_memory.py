@@ -331,7 +331,7 @@ def kill_held(arena: Arena, launch: Launch, spec: JobSpec, victim: str, phase: s
 def test_death_in_recovery_keeps_state(campaign: Arena, victim: str, repeats: bool) -> None:
     """Attempts die while they load the state, and in their first step: the next one resumes from the state again.
 
-    After the second death in the load no state is taken. The rows of the incidents are those that the ranks trained again.
+    After the second death in the load no state is taken. The incidents count the rows that the ranks trained again.
     """
     run = f"memory-dies-{victim}-{repeats:d}"
     held = {"holds_loading": "2,3" if repeats else "2", "holds_training": "" if repeats else "3,4"}
