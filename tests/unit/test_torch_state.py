@@ -116,6 +116,8 @@ def test_invalid_engine_is_refused() -> None:
     for engine, name, given in ((None, "auto", {}), (None, "deepspeed", parts()), (TorchState(), "auto", parts())):
         with pytest.raises(SpecInvalid, match=r"run\.restore"):
             adapt(engine, name, **given)
+    with pytest.raises(SpecInvalid, match="of which the script makes the object"):
+        adapt(None, "files", **parts())
 
 
 @pytest.mark.parametrize(("engine", "kind"), [("auto", TorchState), ("torch", TorchState), ("dcp", DistributedState)])

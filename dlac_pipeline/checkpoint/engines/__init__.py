@@ -97,7 +97,8 @@ def _adapter_of(engine: Any) -> Engine:
     package = type(engine).__module__.partition(".")[0]
     found: Engine = engine
     if not hasattr(type(engine), "step_applied") and package in ENGINES.points():
-        found = engine_named(package)(engine)  # type: ignore[call-arg]  # as the protocol documents
+        named = engine_named(package)
+        found = engine if named.writes_itself else named(engine)  # type: ignore[call-arg]  # as the protocol documents
     return found
 
 
@@ -110,7 +111,13 @@ def _made_for(parts: dict[str, Any], wanted: str) -> Engine:
         )
     if wanted == "auto":
         wanted = "dcp" if isinstance(model, Module) and _is_sharded(model) else "torch"
-    return engine_named(wanted, setting="checkpoint.engine")(**parts)
+    found = engine_named(wanted, setting="checkpoint.engine")
+    if found.writes_itself:
+        raise SpecInvalid(
+            f"expected an engine of parts such as model=model, found checkpoint.engine = {wanted!r}, of which the script makes "
+            'the object: restore that, or leave checkpoint.engine at "auto"'
+        )
+    return found(**parts)
 
 
 def _is_sharded(model: Module) -> bool:
