@@ -192,9 +192,11 @@ class Arena:
         tables = {name: self.lakehouse.own(name).scan().to_arrow() for name in ("plans", "work_units", "slices")}
         paths = sorted(set(tables["work_units"]["file_path"].to_pylist()))
         files = self.lakehouse.own("plans").io
-        ids = [pq.read_table(files.new_input(path).open(), columns=["row_id"]) for path in paths]
+        found = {path: pq.ParquetFile(files.new_input(path).open()) for path in paths}
         parts = [
-            part.append_column("file_path", pa.array([path] * len(part))) for part, path in zip(ids, paths, strict=True)
+            (ids := file.read(["row_id"])).append_column("file_path", pa.array([path] * len(ids)))
+            for path, file in found.items()
+            if "row_id" in file.schema_arrow.names  # a campaign has other tables, too
         ]
         rows = [part.append_column("at", pa.array(range(len(part)))) for part in parts]
         tables["advances"] = pa.table({name: pa.array([getattr(row, name) for row in advances]) for name in names})

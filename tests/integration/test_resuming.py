@@ -200,27 +200,15 @@ def test_unwrapped_model_is_explained(arena: Arena, spec: JobSpec) -> None:
         run.restore(torch.nn.Linear(4, 1))
 
 
-def test_failed_checkpoint_is_the_last(arena: Arena, spec: JobSpec) -> None:
-    """A script that catches the error and trains on commits nothing more: a later checkpoint would lack rows."""
-    store = Path(spec.checkpoint.store) / "r1"
-
-    def train_on() -> None:
-        with arena.training_run(spec) as run:
-            run.restore(model=counter())
-            for batch in run.batches():
-                if batch.step == 8:
-                    kept = store.rename(store.with_name("aside"))
-                    store.write_text("in the way")
-                with suppress(StoreUnavailable):
-                    run.step_done(0.0)
-                if batch.step == 12:
-                    store.unlink()
-                    kept.rename(store)
-
-    with pytest.raises(StoreUnavailable, match=str(store)):
-        train_on()
-    assert [row.step for row in arena.rows("r1", CheckpointRow)] == [5]
-    assert min(arena.train(spec)) == 6
+@pytest.mark.parametrize("store", ["a regular file", "below a regular file"])
+def test_unwritable_store_is_named(arena: Arena, spec: JobSpec, store: str) -> None:
+    """The first checkpoint ends the attempt with the store's path. Nothing is committed."""
+    path = arena.home / "file"
+    path.touch()
+    bad = path if store == "a regular file" else path / "store"
+    with pytest.raises(StoreUnavailable, match=str(path)):
+        arena.train(arena.spec("r1", world_size=1, store=str(bad)))
+    assert arena.rows("r1", CheckpointRow) == []
 
 
 class Unloadable(torch.nn.Linear):

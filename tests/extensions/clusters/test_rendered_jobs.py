@@ -15,8 +15,7 @@ from dlac_pipeline.lakehouse.errors import BadInput, SpecInvalid
 from dlac_pipeline.launchers.protocol import launcher_for, render_job
 from dlac_pipeline.spec.job_spec import parse_spec
 from dlac_pipeline.spec.launch_request import Request
-from tests.extensions.clusters.cluster import SLURM, cluster_request
-from tests.unit.test_spec import GOOD
+from tests.extensions.clusters.cluster import GOOD, SLURM, cluster_request
 
 pytestmark = pytest.mark.usefixtures("only_this_process")
 
