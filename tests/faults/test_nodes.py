@@ -57,6 +57,7 @@ def test_new_node_replaces_killed_node(campaign: Arena, two_node_job: JobSpec) -
     assert leader.of("recovered")[recovered]["cause"].startswith(leader.of("failure")[0]["cause"])
 
 
+@pytest.mark.slow
 def test_survivor_leads_after_lost_leader(campaign: Arena, two_node_job: JobSpec) -> None:
     """The remaining node leads, although it never claimed before. It owns the fence from then on."""
     leader, other = train_together(campaign, two_node_job)

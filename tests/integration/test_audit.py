@@ -149,6 +149,7 @@ def test_goodput_counts_real_kill(lake: Lake, run: str) -> None:
     assert [each["attempt"] for each in attempts] == [1, 2][: 1 + len(recoveries)]
 
 
+@pytest.mark.slow
 def test_the_report_compares_two_runs(lake: Lake, tmp_path: Path) -> None:
     """It finds the disturbed run equal to the undisturbed one, and one differing loss or an inexact audit otherwise."""
     content = write_report(

@@ -71,6 +71,7 @@ def tick(instance: dg.DagsterInstance, defs: dg.Definitions, event: DagsterEvent
     return sensor(dg.build_run_status_sensor_context(sensor.name, event, instance, run))
 
 
+@pytest.mark.slow
 def test_two_runs_are_two_assets(arena: Arena, instance: dg.DagsterInstance) -> None:
     """Each run has a plan, a model, checks and a history. The plan depends on the asset of the source table."""
     arena.table()

@@ -97,6 +97,7 @@ def train(arena: Arena, spec: JobSpec, at: dict[int, Any]) -> None:
             run.step_done(0.0)
 
 
+@pytest.mark.slow
 def test_a_network_that_is_cut_is_waited_for(arena: Arena, store: ObjectStore, network: Network) -> None:
     """Cut in the middle of a run and mended after a while: the checkpoint that was due is committed then."""
     spec = remote(arena, store, network.url, mode="asynchronous")

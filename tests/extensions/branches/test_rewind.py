@@ -358,6 +358,7 @@ def test_damaged_lineage_names_other_branches(arena: Arena) -> None:
     assert audit_run(arena.lakehouse, "r").exact
 
 
+@pytest.mark.slow
 def test_rewind_to_step_zero(arena: Arena) -> None:
     """A finished run begins again as a new branch, on the snapshot it began with; the old branch stays auditable."""
     table = arena.table(appends=(500, 300))

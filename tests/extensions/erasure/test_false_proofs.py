@@ -83,6 +83,7 @@ def exported(arena: Arena) -> Exported:
     return Exported(arena)
 
 
+@pytest.mark.slow
 def test_adopted_export_is_affected(exported: Exported) -> None:
     """Runs that began with an export, with changed weights of it, or with an exported state have seen what their origin had."""
     arena, home = exported.arena, exported.arena.home.parent
@@ -325,6 +326,7 @@ def lose_first_snapshot(arena: Arena, count: int) -> None:
     arena.lakehouse.load("src.t").maintenance.expire_snapshots().by_ids([planned.snapshot_id]).commit()
 
 
+@pytest.mark.slow
 def test_expired_row_is_found_by_key(arena: Arena) -> None:
     """A row that was deleted from the table, and whose snapshot and file are gone, is forgotten by its key."""
     arena.table(appends=(200,))

@@ -137,7 +137,8 @@ def test_nested_and_rare_columns(arena: Arena, location: Path) -> None:
     check_all_versions(arena, location)
 
 
-@pytest.mark.parametrize("inline", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("inline", [False, True])
 def test_deletion_vectors_hide_rows(arena: Arena, location: Path, inline: bool) -> None:
     """Vectors that begin, grow, shrink and end, of partitions whose paths are escaped, and a compaction after them."""
     texts = {"text": "z/q #?%"}

@@ -272,6 +272,7 @@ def test_script_leaves_with_all_groups(campaign: Arena, calm: Callable[[str], Tr
     assert audit_run(campaign.lakehouse, run).exact
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.soak)])
 def test_run_stops_after_rejoin(campaign: Arena, calm: Callable[[str], Trained], start: str) -> None:
     """A group was replaced. SIGTERM still ends the run in order, after a checkpoint of the last step."""
@@ -318,6 +319,7 @@ def test_repeated_exception_ends_the_run(campaign: Arena) -> None:
     assert "the script is wrong" in str(launch.of("error")[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [pytest.param("synchronous", marks=pytest.mark.soak), "asynchronous"])
 def test_committer_changes_to_and_fro(campaign: Arena, calm: Callable[[str], Trained], mode: str) -> None:
     """Group 1 commits while group 0 is dead, group 0 after it rejoins, and group 1 again after its second death."""
