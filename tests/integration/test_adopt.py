@@ -129,9 +129,12 @@ def test_safetensors_begin_a_run(arena: Arena, kind: str) -> None:
 
 
 def begin(
-    arena: Arena, spec: JobSpec, *, nested: bool = False, schedule: bool = True
+    arena: Arena, spec: JobSpec, *, nested: bool = False, schedule: bool = True, frozen: bool = False
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Train the run to its end. Return weights and optimizer that it started with. A `nested` layer has two names."""
+    """Train the run to its end. Return weights and optimizer that it started with. A `nested` layer has two names.
+
+    With `frozen` no step changes them.
+    """
     with arena.training_run(spec) as run:
         layer = torch.nn.Linear(4, 1)
         model = torch.nn.ModuleDict({"model": layer, "again": layer}) if nested else layer
@@ -143,8 +146,9 @@ def begin(
         start = {name: value.clone() for name, value in model.state_dict().items()}
         loaded = copy.deepcopy(optimizer.state_dict())
         for _ in run.batches():
-            layer(torch.ones(5, 4)).sum().backward()
-            optimizer.step()
+            if not frozen:
+                layer(torch.ones(5, 4)).sum().backward()
+                optimizer.step()
             run.step_done(0.0)
     return start, loaded
 
@@ -156,7 +160,7 @@ def test_exported_state_begins_a_run(arena: Arena) -> None:
     spec = arena.spec("r", world_size=1, passes=1)
     layout_folder(arena.home / "foreign", "dcp")
     adopt_checkpoint(arena.lakehouse, spec, foreign_checkpoint(arena.home / "foreign"))
-    weights, _ = begin(arena, spec, schedule=False)
+    weights, _ = begin(arena, spec, schedule=False, frozen=True)
     out = arena.home / "state"
     command = ("checkpoint", "export-state", "r", str(out), "--spec", str(arena.home / "r.yaml"))
     done = dlac_command(*command, home=arena.home)
