@@ -115,7 +115,9 @@ def _changed(content: bytes) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _records(_: dict[str, Any], made: Made) -> Iterator[BadInput]:
     asked = ["audit", FINISHED, "--record", "r.audit"]
-    for name, content in (damaged(made.record) | {"other Parquet": made.parquet, "weights": made.weights}).items():
+    contents = damaged(made.record) | {"other Parquet": made.parquet, "weights": made.weights}
+    del contents["a changed bit"]  # no reader uses some of them, and `test_audit_record` changes many
+    for name, content in contents.items():
         yield BadInput(kind="audit record", name=name, arguments=asked, files={"r.audit": content})
     files, other = {"r.audit": made.record}, ["audit", LAUNCHED, *asked[2:]]
     yield BadInput(kind="audit record", name="of another run", arguments=other, files=files)

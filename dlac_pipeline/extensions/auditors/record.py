@@ -1,13 +1,17 @@
 """Records of exact audits. With a record, a later audit checks only newer rows.
 
 A record is a Parquet file of the auditor. It has the advances up to a checkpoint, merged, and the digest of the ledger rows that
-they were made of. A later audit compares that digest with the ledger, and reads the merged rows in their place.
+they were made of. A later audit compares that digest with the ledger, and reads the merged rows in their place. A file whose
+content is not what was written is refused, or is not used.
 """
 
+import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import duckdb
 import pyarrow as pa
@@ -25,6 +29,8 @@ _DIGEST = (
     "FROM consumption AS c WHERE kind = 'advance' AND seq > ? AND seq <= ?"
 )
 
+_CONTENT = "SELECT coalesce(sum(hash(c)::HUGEINT), 0)::VARCHAR AS digest FROM recorded AS c"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AuditRecord:
@@ -40,6 +46,8 @@ class AuditRecord:
     """Sum of DuckDB's hashes of the advances. Another version of DuckDB may hash otherwise: then everything is audited again."""
     uneven: tuple[str, ...]
     """Checkpoints whose shares are uneven for a good reason. Later rows may refute the reason, so they are checked again."""
+    content: str = ""
+    """Sum of DuckDB's hashes of the merged rows, and the names of columns, which the hashes do not cover."""
 
 
 def audit_since(lakehouse: Lakehouse, run: str, checkpoint: str | None = None, *, record: Path) -> AuditReport:
@@ -69,13 +77,13 @@ def read_audit_record(path: Path, run: str) -> AuditRecord | None:
     try:
         metadata = pq.read_schema(path).metadata or {}
         found = json.loads(metadata[_KEY])
+        if found.pop("facts") != _digest_of(found):
+            raise ValueError("other facts than were written")
         record = AuditRecord(**{**found, "uneven": tuple(found["uneven"])})
     except FileNotFoundError:
         return None
-    except (OSError, pa.ArrowInvalid, KeyError, TypeError, ValueError) as err:
-        raise SpecInvalid(
-            f"expected the record of an audit, or no file, found {str(path)!r} ({type(err).__name__}): name another file"
-        ) from err
+    except (OSError, pa.ArrowException, KeyError, TypeError, ValueError, AttributeError) as err:
+        raise _no_record(path, err) from err
     if record.run != run:
         raise SpecInvalid(
             f"expected a record of run {run!r}, found one of run {record.run!r} in {str(path)!r}: name another file"
@@ -83,16 +91,40 @@ def read_audit_record(path: Path, run: str) -> AuditRecord | None:
     return record
 
 
+def _no_record(path: Path, err: Exception) -> SpecInvalid:
+    found = f"found {str(path)!r} ({type(err).__name__})"
+    return SpecInvalid(f"expected the record of an audit, or no file, {found}: name another file")
+
+
+def _digest_of(facts: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def _content_of(connection: duckdb.DuckDBPyConnection, table: pa.Table) -> str:
+    """Register a table of merged rows as `recorded`, and return the digest of its content."""
+    connection.register("recorded", table)
+    return f"{rows_of(connection, _CONTENT)[0]['digest']} {','.join(table.column_names)}"
+
+
 def read_merged(connection: duckdb.DuckDBPyConnection, *, path: Path, record: AuditRecord) -> bool:
-    """Replace the advances that a record answers for, if the ledger still has them. Return whether it has."""
+    """Replace the advances that a record answers for, if it and the ledger still have them. Return whether they have.
+
+    Raise `SpecInvalid` if the rows of the record cannot be read.
+    """
     ledger = rows_of(connection, _DIGEST, [0, record.seq])
     if ledger != [{"rows": record.rows, "digest": record.digest}]:
+        return False
+    try:
+        recorded = pq.read_table(path)
+    except (OSError, pa.ArrowException, ValueError) as err:
+        raise _no_record(path, err) from err
+    if _content_of(connection, recorded) != record.content:
         return False
     connection.execute(
         "CREATE TABLE merged AS FROM consumption WHERE kind <> 'advance' "
         "UNION ALL BY NAME FROM consumption WHERE kind = 'advance' AND seq > $1 "
-        "UNION ALL BY NAME FROM read_parquet($2)",
-        [record.seq, str(path)],
+        "UNION ALL BY NAME FROM recorded",
+        [record.seq],
     )
     is_view = connection.execute("FROM duckdb_views() WHERE view_name = 'consumption'").fetchall()
     connection.execute(f"DROP {'VIEW' if is_view else 'TABLE'} consumption")
@@ -123,20 +155,21 @@ def write_audit_record(
         return
     new = rows_of(connection, _DIGEST, [since.seq, heads[0]["seq"]])[0]
     uneven = connection.execute("SELECT DISTINCT checkpoint_id FROM uneven_shares ORDER BY checkpoint_id").fetchall()
+    connection.execute(sql_script("merged_advances"))
+    merged = connection.sql("FROM merged_advances").to_arrow_table()
     record = AuditRecord(
         run=run,
         **heads[0],
         rows=since.rows + new["rows"],
         digest=str(int(since.digest) + int(new["digest"])),
         uneven=tuple(name for (name,) in uneven),
+        content=_content_of(connection, merged),
     )
-    connection.execute(sql_script("merged_advances"))
-    merged = connection.sql("FROM merged_advances").to_arrow_table()
+    facts = {**asdict(record), "uneven": list(record.uneven)}
+    written = json.dumps({**facts, "facts": _digest_of(facts)})
     try:
         with temporary_beside(path) as temporary:
-            pq.write_table(
-                merged.replace_schema_metadata({_KEY: json.dumps(asdict(record))}), temporary, compression="zstd"
-            )
+            pq.write_table(merged.replace_schema_metadata({_KEY: written}), temporary, compression="zstd")
             temporary.rename(path)
     except OSError as err:
         raise SpecInvalid(

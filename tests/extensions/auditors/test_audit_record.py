@@ -137,3 +137,19 @@ def test_record_must_be_of_the_run(workshop: Workshop, tmp_path: Path) -> None:
         with pytest.raises(SpecInvalid, match=found):
             audit_since(workshop.lakehouse, run, record=path)
         assert (path.read_bytes() if path.exists() else None) == before
+
+
+def test_damaged_record_raises_no_other_error(workshop: Workshop, tmp_path: Path) -> None:
+    """A record with a changed bit is refused, or does not change the report: its rows and facts are checked."""
+    run, record = trained(workshop, "packed"), tmp_path / "record"
+    expected = audit_since(workshop.lakehouse, run, record=record)
+    whole, refused = record.read_bytes(), 0
+    for place in range(8, len(whole), len(whole) // 40):
+        record.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        try:
+            found = audit_since(workshop.lakehouse, run, record=record)
+        except SpecInvalid:
+            refused += 1
+        else:
+            assert replace(found, recorded_checkpoint=None) == expected
+    assert refused
