@@ -80,7 +80,7 @@ def test_notice_makes_one_checkpoint(campaign: Arena, to: str, notice: str) -> N
 
     All ranks exit after one checkpoint of the same step. The supervisor does not launch them again.
     """
-    run, start = f"told-{to.replace(' ', '-')}-{notice}", "spawn" if "spawned" in to else "fork"
+    run, start = f"noticed-{to.replace(' ', '-')}-{notice}", "spawn" if "spawned" in to else "fork"
     with metadata_server() as (url, gone, tokens):
         endpoint: dict[str, Any] = (
             {"termination_url": url, "termination_headers": {"X-Token": "abc"}} if "url" in to else {}

@@ -50,11 +50,11 @@ def test_phases_are_recorded_in_order(arena: Arena, here: Command) -> None:
     printed = " ".join(shown.stdout.split())  # a line is folded where the terminal ends
     phases = happen[:-1]  # the total is printed ahead of them
     assert [phase for _, phase in sorted((printed.index(f"{phase} 0.5 s"), phase) for phase in phases)] == phases
-    (told,) = json.loads(here("incidents", "r", "--json", home=arena.home).stdout)
+    (listed,) = json.loads(here("incidents", "r", "--json", home=arena.home).stdout)
     page = model_page(arena.lakehouse, "r")
     (record,) = page["incidents"].value.records
     assert [each.data["attempt"] for each in page["last_attempts"].value.records] == [1]
-    for columns in (told, record.data):
+    for columns in (listed, record.data):
         assert [name for name in columns if name.removesuffix("_s") in PHASES] == [
             f"{phase.replace(' ', '_')}_s" for phase in happen
         ]
