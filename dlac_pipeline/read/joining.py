@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from dlac_pipeline.lakehouse.iceberg.columns import large_form
+from dlac_pipeline.lakehouse.iceberg.columns import byte_strings_in, large_form
 from dlac_pipeline.read.memory import Buffers, Bytes
 
 LARGEST_BYTES = 2**31
@@ -135,22 +135,14 @@ class _ByteStrings:
         if not self.rows:
             return []
         rows, self.rows, kind = self.rows, 0, self._type
-        wide = kind != large_form(kind) and int(self._ends[rows]) < LARGEST_BYTES
-        offsets = self._ends[: rows + 1].astype(np.int32) if wide else self._ends[: rows + 1]
+        fits = kind != large_form(kind) and int(self._ends[rows]) < LARGEST_BYTES
+        offsets = self._ends[: rows + 1].astype(np.int32) if fits else self._ends[: rows + 1]
         buffers = [None, pa.py_buffer(offsets), pa.py_buffer(self._content)]
-        return [pa.Array.from_buffers(kind if wide else large_form(kind), rows, buffers)]
+        return [pa.Array.from_buffers(kind if fits else large_form(kind), rows, buffers)]
 
 
 def _is_byte_string(kind: pa.DataType) -> bool:
     return large_form(kind) in (pa.large_string(), pa.large_binary())
-
-
-def byte_strings_in(array: Any) -> tuple[npt.NDArray[Any], Bytes]:
-    """Return the offsets [rows + 1] of an array of strings or bytes, int32 or int64, and the bytes that they are places in."""
-    wide = array.type == large_form(array.type)
-    _, offsets, content = array.buffers()
-    stored = np.frombuffer(offsets, dtype=np.int64 if wide else np.int32)
-    return stored[array.offset : array.offset + len(array) + 1], np.frombuffer(content or b"", dtype=np.uint8)
 
 
 def _alone(array: Any) -> Any:

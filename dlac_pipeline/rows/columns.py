@@ -15,7 +15,7 @@ from pyiceberg import types as ice
 from pyiceberg.schema import Schema
 
 from dlac_pipeline.lakehouse.errors import NoSuchColumn, UnsupportedColumn
-from dlac_pipeline.lakehouse.iceberg.columns import concat_chunks, is_list
+from dlac_pipeline.lakehouse.iceberg.columns import byte_strings_in, concat_chunks, is_list
 
 Array = npt.NDArray[Any]
 Ints = npt.NDArray[np.int64]
@@ -203,13 +203,10 @@ def _fixed_bytes(array: Any) -> Array:
 def _byte_strings(array: Any, valid: Flags | None) -> Column:
     empty = "" if pa.types.is_string(array.type) or pa.types.is_large_string(array.type) else b""
     array = array.fill_null(empty) if array.null_count else array
-    wide = pa.types.is_large_string(array.type) or pa.types.is_large_binary(array.type)
-    _, offsets_buffer, values_buffer = array.buffers()
     if not len(array):
         return Column(np.zeros(0, dtype=np.uint8), np.zeros(1, dtype=np.int64), valid)
-    stored: Array = np.frombuffer(offsets_buffer, dtype=np.int64 if wide else np.int32)
-    offsets: Ints = np.asarray(stored[array.offset : array.offset + len(array) + 1], dtype=np.int64)
-    return Column(np.frombuffer(values_buffer or b"", dtype=np.uint8), offsets, valid)
+    offsets, values = byte_strings_in(array)
+    return Column(values, offsets.astype(np.int64, copy=False), valid)
 
 
 def _lists(array: Any, kind: ColumnKind, valid: Flags | None, origin: str) -> Column:

@@ -28,7 +28,6 @@ _DIGEST = (
     "SELECT count(*) AS rows, coalesce(sum(hash(c)::HUGEINT), 0)::VARCHAR AS digest "
     "FROM consumption AS c WHERE kind = 'advance' AND seq > ? AND seq <= ?"
 )
-
 _CONTENT = "SELECT coalesce(sum(hash(c)::HUGEINT), 0)::VARCHAR AS digest FROM recorded AS c"
 
 
@@ -46,7 +45,7 @@ class AuditRecord:
     """Sum of DuckDB's hashes of the advances. Another version of DuckDB may hash otherwise: then everything is audited again."""
     uneven: tuple[str, ...]
     """Checkpoints whose shares are uneven for a good reason. Later rows may refute the reason, so they are checked again."""
-    content: str = ""
+    content: str
     """Sum of DuckDB's hashes of the merged rows, and the names of columns, which the hashes do not cover."""
 
 
@@ -149,7 +148,7 @@ def write_audit_record(
     connection: duckdb.DuckDBPyConnection, path: Path, run: str, earlier: AuditRecord | None = None
 ) -> None:
     """Write the record of an exact audit. `earlier` is the one whose rows the connection has."""
-    since = earlier or AuditRecord(run=run, checkpoint_id="", seq=0, rows=0, digest="0", uneven=())
+    since = earlier or AuditRecord(run=run, checkpoint_id="", seq=0, rows=0, digest="0", uneven=(), content="")
     heads = rows_of(connection, "SELECT checkpoint_id, seq FROM lineage WHERE run = ? AND is_head", [run])
     if not heads:
         return
@@ -165,7 +164,7 @@ def write_audit_record(
         uneven=tuple(name for (name,) in uneven),
         content=_content_of(connection, merged),
     )
-    facts = {**asdict(record), "uneven": list(record.uneven)}
+    facts = asdict(record)
     written = json.dumps({**facts, "facts": _digest_of(facts)})
     try:
         with temporary_beside(path) as temporary:

@@ -75,6 +75,17 @@ def large_form(kind: Any) -> Any:
     return {pa.string(): pa.large_string(), pa.binary(): pa.large_binary()}.get(kind, kind)
 
 
+def byte_strings_in(array: Any) -> tuple[Any, Any]:
+    """Return offsets and bytes of an array of strings or bytes that has rows.
+
+    The offsets are int32 or int64 [rows + 1], places in the bytes, uint8. Bytes outside of them may be other rows'.
+    """
+    wide = array.type == large_form(array.type)
+    _, offsets, content = array.buffers()
+    stored = np.frombuffer(offsets, dtype=np.int64 if wide else np.int32)
+    return stored[array.offset : array.offset + len(array) + 1], np.frombuffer(content or b"", dtype=np.uint8)
+
+
 def lacks_columns(file_schema: pa.Schema, schema: Schema, names: Sequence[str], mapping: NameMapping | None) -> bool:
     """Return True if a file lacks one of the columns `names` of `schema`."""
     in_file = _by_id(file_schema, schema, mapping)
@@ -292,7 +303,7 @@ def _split_strings(array: Any) -> list[Any]:
     """Yield slices of an array of large strings that each fit 32-bit offsets. A value that does not fit is one alone."""
     if not len(array):
         return []
-    offsets = np.frombuffer(array.buffers()[1], dtype=np.int64)[array.offset : array.offset + len(array) + 1]
+    offsets, _ = byte_strings_in(array)
     starts = [0]
     while offsets[-1] - offsets[starts[-1]] > _CHUNK_BYTES:
         fits = int(np.searchsorted(offsets, offsets[starts[-1]] + _CHUNK_BYTES, side="right")) - 1
