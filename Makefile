@@ -6,6 +6,8 @@ DEMO_HOME := $(CURDIR)/demo-lakehouse
 
 SIDE_BY_SIDE := -n 4 --dist loadgroup --no-loadscope-reorder
 
+LINTED := tests/unit/test_vocabulary.py tests/unit/test_reference.py
+
 # Else each process of a demo or a test compiles the package again.
 export PYTHONDONTWRITEBYTECODE =
 
@@ -32,10 +34,10 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/mkdocs build --strict --quiet
-	$(BIN)/pytest -q --noconftest tests/unit/test_vocabulary.py tests/unit/test_reference.py
+	$(BIN)/pytest -q --noconftest $(LINTED)
 
-unit: .venv/.rewritten
-	$(BIN)/pytest -m "not slow and not soak" $(SIDE_BY_SIDE) --durations 30
+unit: .venv/.rewritten  # `lint` runs the tests of words and of the reference
+	$(BIN)/pytest -m "not slow and not soak" $(SIDE_BY_SIDE) --durations 30 $(LINTED:%=--ignore %)
 
 slow: .venv/.rewritten  ## tests that cost much for what they add: continuous integration runs them after those of `make test`
 	$(BIN)/pytest -m "slow and not soak" $(SIDE_BY_SIDE)
