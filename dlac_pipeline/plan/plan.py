@@ -9,13 +9,14 @@ import numpy as np
 import pyarrow as pa
 
 from dlac_pipeline.lakehouse.errors import DlacError
+from dlac_pipeline.lakehouse.iceberg.columns import concat_chunks
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.iceberg.pins import release_pins
 from dlac_pipeline.lakehouse.iceberg.snapshots import check_pinned
 from dlac_pipeline.lakehouse.iceberg.sources import check_data_files, check_files_exist
 from dlac_pipeline.lakehouse.ledger.plans import PlanRow, find_plan, get_plan, read_units
 from dlac_pipeline.lakehouse.source_names import split_identifier
-from dlac_pipeline.plan.units import UnitTable
+from dlac_pipeline.plan.units import Ints, UnitTable
 from dlac_pipeline.spec.job_spec import SourceSpec
 
 _log = logging.getLogger(__name__)
@@ -127,11 +128,12 @@ def unit_table(units: pa.Table) -> UnitTable:
     dictionary = units["file_path"].combine_chunks().dictionary_encode()
     if isinstance(dictionary, pa.ChunkedArray):
         dictionary = dictionary.combine_chunks()
-    dead = {}
-    for index in np.flatnonzero(units["live_rows"].to_numpy() < units["rows"].to_numpy()):
-        ranges = units["dead"][int(index)].as_py()
-        spans = [np.arange(span["first"], span["first"] + span["rows"]) for span in ranges]
-        dead[int(index)] = np.concatenate(spans).astype(np.int64)
+    lists = concat_chunks(units["dead"].chunks, units["dead"].type)
+    ends, first, rows = lists.offsets.to_numpy(), *(lists.values.field(name).to_numpy() for name in ("first", "rows"))
+    dead = {
+        index: _offsets_of(first[ends[index] : ends[index + 1]], rows[ends[index] : ends[index + 1]])
+        for index in np.flatnonzero(units["live_rows"].to_numpy() < units["rows"].to_numpy()).tolist()
+    }
     return UnitTable(
         file_paths=dictionary.dictionary.to_pylist(),
         file=dictionary.indices.to_numpy().astype(np.int64),
@@ -141,3 +143,9 @@ def unit_table(units: pa.Table) -> UnitTable:
         dead=dead,
         bytes=units["bytes"].to_numpy(),
     )
+
+
+def _offsets_of(first: Ints, rows: Ints) -> Ints:
+    """Return the offsets in runs that begin at `first` and have so many rows, int64."""
+    ends = np.cumsum(rows)
+    return (np.repeat(first - ends + rows, rows) + np.arange(ends[-1])).astype(np.int64, copy=False)

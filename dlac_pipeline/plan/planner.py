@@ -223,16 +223,16 @@ def _units_arrow(groups: list[RowGroup], write_id: str) -> pa.Table:
     numbers = {name: np.fromiter((getattr(group, name) for group in groups), np.int64, count) for name in names}
     live = np.fromiter((group.rows - len(group.dead) for group in groups), np.int64, count)
     numbers |= {"unit": np.arange(count, dtype=np.int64), "live_rows": live}
-    dead = pa.array([_ranges(group.dead) for group in groups], type=WORK_UNITS_ARROW.field("dead").type)
+    dead = _runs([group.dead for group in groups]).cast(WORK_UNITS_ARROW.field("dead").type)
     columns = {"write_id": pa.repeat(write_id, count), "file_path": files, "dead": dead, **numbers}
     unknown = {field.name: pa.nulls(count, field.type) for field in WORK_UNITS_ARROW}
     return pa.table({**unknown, **columns}).select(WORK_UNITS_ARROW.names).cast(WORK_UNITS_ARROW)
 
 
-def _ranges(offsets: Ints) -> list[dict[str, int]]:
-    """Sorted offsets as runs of neighbours: {first, rows}."""
-    if not len(offsets):
-        return []
-    starts = np.flatnonzero(np.diff(offsets, prepend=offsets[0] - 2) != 1)
-    lengths = np.diff(np.append(starts, len(offsets)))
-    return [{"first": int(offsets[start]), "rows": int(rows)} for start, rows in zip(starts, lengths, strict=True)]
+def _runs(dead: Sequence[Ints]) -> pa.Array:
+    """Return the sorted offsets of each unit as lists of runs of neighbors: {first, rows}."""
+    begins = [np.flatnonzero(np.diff(offsets, prepend=offsets[:1] - 2) != 1) for offsets in dead]
+    first = [offsets[at] for offsets, at in zip(dead, begins, strict=True)]
+    rows = [np.diff(at, append=len(offsets)) for offsets, at in zip(dead, begins, strict=True)]
+    runs = pa.StructArray.from_arrays([np.concatenate(first), np.concatenate(rows)], ["first", "rows"])
+    return pa.ListArray.from_arrays(np.cumsum([0, *map(len, begins)]).astype(np.int32), runs)
