@@ -40,7 +40,8 @@ class BlockPermutation:
 
     def rows_at(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Rows at `positions`, int64, same shape."""
-        return (self.a * positions + self.c) % self.rows
+        is_identity = (self.a, self.c) == (1, 0)
+        return positions if is_identity else (self.a * positions + self.c) % self.rows
 
     def positions_of(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Positions of `rows`, int64, same shape."""

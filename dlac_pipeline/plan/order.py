@@ -4,6 +4,7 @@ Pure: nothing here reads a file, knows a rank, or keeps state. Steps count from 
 n is the cursors after it, known for counted sources only (a row is a sample). For streamed ones the order gives the next row.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -99,7 +100,21 @@ class LegOrder:
             return True
         if not self.counted or last is None:
             return all(source.endless for source, here in zip(self.sources, self.active, strict=True) if here)
-        return self.valid_rows(last) == self.settings.batch_size
+        return self._is_full(last)
+
+    @cached_property
+    def last_full_step(self) -> int | None:
+        """The last step with a full batch, or None if each batch is full and none is the last. Counted sources only."""
+        first, last = self.settings.start_step, self.total_steps
+        if last is None:
+            return None
+        nearly = last if last == first or self._is_full(last) else last - 1
+        if nearly == first or self._is_full(nearly):
+            return nearly
+        return first + bisect_left(range(first + 1, nearly), True, key=lambda step: not self._is_full(step))
+
+    def _is_full(self, step: int) -> bool:
+        return self.valid_rows(step) == self.settings.batch_size
 
     def samples(self, step: int) -> int:
         """Slots of each key group from the leg's beginning to the end of `step`."""

@@ -2,16 +2,19 @@
 
 import math
 from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import pyarrow as pa
 
 from dlac_pipeline.lakehouse.errors import UnsupportedColumn
+from dlac_pipeline.lakehouse.iceberg.columns import byte_strings_in
 from dlac_pipeline.read.memory import Buffers
 from dlac_pipeline.rows.columns import Array, Column, ColumnKind, Ints
 
 _ONE_BY_ONE_BYTES = 512
-"""Values of this length on average are copied one by one: Arrow would copy them once more, together."""
+"""Values of this length on average are copied one by one. Shorter ones are laid side by side first."""
 _CALL_BYTES = 2**13
 """Rows of fewer bytes are not worth a call of their own: they are gathered with those of other batches, then copied."""
 Piece = tuple[Column, Ints, Ints]
@@ -37,36 +40,50 @@ def assemble(
     return found
 
 
-RunPiece = tuple[Column, Ints, Ints | None, slice]
+RunPiece = tuple[Column, Ints | slice, Ints | None, slice]
 """Rows of a column, the places that they fill, batch * width + slot (None: all of them, in order), and their slots."""
+
+
+BatchArrays = Array | list[Array]
+"""An array for each of several batches."""
 
 
 def assemble_run(
     kind: ColumnKind, pieces: Sequence[RunPiece], batches: int, slots: int, buffers: Buffers, *, length: int = 0
-) -> dict[str, Array]:
-    """Return a column that is not ragged, for full batches, in leased arrays [batches, slots, ...]. Raises as `assemble`."""
+) -> dict[str, BatchArrays]:
+    """Return a column for full batches, in leased arrays [batches, slots, ...]. Raises as `assemble`."""
+    make = _ragged_run if kind.ragged else partial(_dense_run, length=length)
+    found = make(kind, pieces, batches, slots, buffers)
+    if kind.nullable:
+        valid = np.ones((batches, slots), dtype=np.bool_)
+        for column, rows, places, span in pieces:
+            if column.valid is not None:
+                _spread(valid[:, span], column.valid, rows, places)
+        found[f"{kind.name}.valid"] = valid
+    return found
+
+
+def _dense_run(
+    kind: ColumnKind, pieces: Sequence[RunPiece], batches: int, slots: int, buffers: Buffers, *, length: int
+) -> dict[str, BatchArrays]:
     shape = _shape(kind, [column for column, _, _, _ in pieces], length)
     leased = buffers.lease(batches * slots * math.prod(shape) * kind.items.itemsize)
     values = leased.view(kind.items).reshape(batches, slots, *shape)
-    valid = np.ones((batches, slots), dtype=np.bool_)
     for column, rows, places, span in pieces:
         if column.values.shape[1:] == shape:
             _spread(values[:, span], column.values, rows, places)
         else:  # only nulls, of no length
             _spread(values[:, span], np.zeros((column.rows, *shape), dtype=kind.items), rows, places)
-        if column.valid is not None:
-            _spread(valid[:, span], column.valid, rows, places)
-    return {kind.name: values, f"{kind.name}.valid": valid} if kind.nullable else {kind.name: values}
+    return {kind.name: values}
 
 
-def _spread(out: Array, values: Array, rows: Ints, places: Ints | None) -> None:
+def _spread(out: Array, values: Array, rows: Ints | slice, places: Ints | None) -> None:
     """Copy rows of `values` [rows, ...] to their places in `out` [batches, width, ...]."""
     if places is not None:
         out[places // out.shape[1], places % out.shape[1]] = values[rows]
         return
-    taken = _span(rows)
-    if taken is not None:
-        out[:] = values[taken].reshape(out.shape)
+    if isinstance(rows, slice):
+        out[:] = values[rows].reshape(out.shape)
         return
     if out[0].nbytes < _CALL_BYTES:
         out[:] = np.take(values, rows, axis=0, mode="clip").reshape(out.shape)
@@ -121,8 +138,14 @@ def shape_of(kind: ColumnKind, length: int = 0) -> tuple[int, ...]:
     return () if kind.width is None else (kind.width,)
 
 
+def as_span(indices: Ints) -> Ints | slice:
+    """Return the slice that the indices are, if they are one."""
+    return indices if (span := _span(indices)) is None else span
+
+
 def _span(indices: Ints) -> slice | None:
-    """The slice that the indices are, if they are one."""
+    if not len(indices):
+        return slice(0, 0)
     start = int(indices[0])
     if int(indices[-1]) - start + 1 != len(indices):
         return None
@@ -133,36 +156,62 @@ def _span(indices: Ints) -> slice | None:
 def _ragged(kind: ColumnKind, pieces: Sequence[Piece], slots: int, buffers: Buffers) -> dict[str, Array]:
     lengths = np.zeros(slots, dtype=np.int64)
     for column, rows, at in pieces:
-        lengths[at] = (column.offsets[1:] - column.offsets[:-1])[rows] if column.offsets is not None else 0
+        lengths[at] = _lengths(column)[rows]
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     values = buffers.lease(int(offsets[-1]) * kind.items.itemsize).view(kind.items)
-    if values.nbytes >= _ONE_BY_ONE_BYTES * slots:
-        for column, rows, at in pieces:
-            _copy_one_by_one(values, offsets[at], column, rows)
-    elif len(values):
-        taken = pa.concat_arrays([_taken(column, rows) for column, rows, _ in pieces])
-        order = np.concatenate([at for _, _, at in pieces])
-        if (np.diff(order) < 0).any():
-            taken = taken.take(pa.array(np.argsort(order)))
-        ends = np.frombuffer(taken.buffers()[1], dtype=np.int64)[taken.offset : taken.offset + len(taken) + 1]
-        values[:] = np.frombuffer(taken.buffers()[2], dtype=np.uint8)[ends[0] : ends[-1]].view(kind.items)
+    for column, rows, at in pieces:
+        _copy_ragged(values, offsets, column, rows, at)
     return {kind.name: values, f"{kind.name}.offsets": offsets}
 
 
-def _copy_one_by_one(out: Array, starts: Ints, column: Column, rows: Ints) -> None:
-    """Copy the values of rows to `out`, from `starts` on."""
-    if column.offsets is None:
+def _ragged_run(
+    kind: ColumnKind, pieces: Sequence[RunPiece], batches: int, slots: int, buffers: Buffers
+) -> dict[str, BatchArrays]:
+    lengths = np.zeros((batches, slots), dtype=np.int64)
+    for column, rows, places, span in pieces:
+        _spread(lengths[:, span], _lengths(column), rows, places)
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    values = buffers.lease(int(starts[-1]) * kind.items.itemsize).view(kind.items)
+    slot_of = np.arange(batches * slots, dtype=np.int64).reshape(batches, slots)
+    for column, rows, places, span in pieces:
+        at = slot_of[:, span].reshape(-1)
+        _copy_ragged(values, starts, column, rows, at if places is None else at[places])
+    bounds = starts[::slots]
+    offsets = np.concatenate([starts[:-1].reshape(batches, slots), bounds[1:, None]], axis=1) - bounds[:-1, None]
+    return {
+        kind.name: [values[first:last] for first, last in pairwise(bounds.tolist())],
+        f"{kind.name}.offsets": offsets,
+    }
+
+
+def _lengths(column: Column) -> Ints:
+    offsets = column.offsets
+    return np.zeros(column.rows, dtype=np.int64) if offsets is None else offsets[1:] - offsets[:-1]
+
+
+def _copy_ragged(out: Array, starts: Ints, column: Column, rows: Ints | slice, at: Ints) -> None:
+    """Copy the values of rows to the slots `at`, whose values begin at `starts`. Neighbors that stay neighbors are one copy."""
+    if column.offsets is None or not len(at):
         return
-    begins, ends = column.offsets[rows], column.offsets[rows + 1]
-    for to, begin, end in zip(starts.tolist(), begins.tolist(), ends.tolist(), strict=True):
+    if not isinstance(rows, slice):
+        mean_bytes = column.nbytes / max(1, column.rows)
+        if mean_bytes < _ONE_BY_ONE_BYTES:
+            column, rows = _gather_rows(column, rows)
+    taken = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
+    breaks = np.flatnonzero((np.diff(taken) != 1) | (np.diff(at) != 1))
+    first, last = np.concatenate([[0], breaks + 1]), np.append(breaks, len(at) - 1)
+    assert column.offsets is not None
+    begins, ends = column.offsets[taken[first]], column.offsets[taken[last] + 1]
+    for to, begin, end in zip(starts[at[first]].tolist(), begins.tolist(), ends.tolist(), strict=True):
         out[to : to + end - begin] = column.values[begin:end]
 
 
-def _taken(column: Column, rows: Ints) -> pa.LargeBinaryArray:
-    """Rows of a ragged column as byte strings, which Arrow copies row by row without Python."""
+def _gather_rows(column: Column, rows: Ints) -> tuple[Column, slice]:
+    """Return rows of a ragged column side by side. Arrow copies small values row by row without Python."""
     assert column.offsets is not None
-    offsets = pa.py_buffer(np.ascontiguousarray(column.offsets * column.values.itemsize))
+    size = column.values.itemsize
+    offsets = pa.py_buffer(np.ascontiguousarray(column.offsets * size))
     values = pa.py_buffer(np.ascontiguousarray(column.values).view(np.uint8))
     array = pa.LargeBinaryArray.from_buffers(pa.large_binary(), column.rows, [None, offsets, values])
-    span = _span(rows)
-    return array.take(pa.array(rows)) if span is None else array[span]
+    ends, content = byte_strings_in(array.take(pa.array(rows)))
+    return Column(content.view(column.values.dtype), ends // size), slice(0, len(rows))

@@ -84,6 +84,8 @@ class GroupReader:
         self._open_stream = open_stream
         self._cursors = list(cursors)
         self._active = tuple(active)
+        self._only = self._active.index(True) if sum(self._active) == 1 else None
+        """The source of all samples, if there is only one."""
         self._streams: dict[int, Stream] = {}
         """Streams of the sources that were drawn. A late source would take memory from the sources that are read before it."""
         while self._open(self._active):
@@ -141,10 +143,10 @@ class GroupReader:
             stream.close()
 
     def ready_batches(self, limit: int) -> int:
-        """Return how many batches, up to `limit`, the blocks being read are sure to fill."""
+        """Return how many of the next `limit` batches, all full, the blocks being read fill. The first may lead out of one."""
+        if self._only is not None:
+            return min(limit, max(1, self._row_stream(self._only).rows_left // self._slots))
         ready = {source: stream.ready_rows for source, stream in self._streams.items()}
-        if len(ready) == 1:
-            return min(limit, sum(ready.values()) // self._slots)
         limit = min(limit, sum(ready.values()) // self._slots)
         if limit:
             schedule = self._schedule(limit)
@@ -155,18 +157,19 @@ class GroupReader:
 
     def run(self, batches: int) -> GroupRun:
         """Return the part of the next batches, as many as are ready."""
+        if self._only is not None:
+            return self._run_of(self._only, batches)
         schedule = self._schedule(batches)
         cursors = np.empty((batches, len(self._cursors), 4), dtype=np.int64)
         cursors[:] = np.array(self.cursors)
         pieces: list[tuple[Columns, Ints, Ints | None]] = []
         whole = self.width == self._slots
-        for source, stream in self._streams.items():
+        for source in self._streams:
             mine = schedule == source
             until = mine.sum(axis=1).cumsum()
             if not until[-1]:
                 continue
-            assert isinstance(stream, RowStream)
-            columns, rows, cursors[:, source] = stream.run(until)
+            [(columns, rows)], cursors[:, source] = self._row_stream(source).run(until)
             places = None
             if not whole or len(rows) < schedule.size:
                 batch, slot = np.nonzero(mine)
@@ -175,6 +178,30 @@ class GroupReader:
             pieces.append((columns, rows, places))
         self._at += schedule.size
         return GroupRun(pieces, schedule[:, self.low : self.high], cursors)
+
+    def _run_of(self, source: int, batches: int) -> GroupRun:
+        """Return the part of the next batches, which samples of this source alone fill."""
+        taken, moved = self._row_stream(source).run(self._slots * np.arange(1, batches + 1, dtype=np.int64))
+        cursors = np.empty((batches, len(self._cursors), 4), dtype=np.int64)
+        cursors[:] = np.array(self._cursors)
+        cursors[:, source] = moved
+        pieces: list[tuple[Columns, Ints, Ints | None]] = []
+        first = 0
+        for columns, rows in taken:
+            if len(taken) == 1 and self.width == self._slots:
+                pieces.append((columns, rows, None))
+                break
+            batch, slot = np.divmod(np.arange(first, first + len(rows)), self._slots)
+            inside = (slot >= self.low) & (slot < self.high)
+            pieces.append((columns, rows[inside], (batch * self.width + slot - self.low)[inside]))
+            first += len(rows)
+        self._at += batches * self._slots
+        return GroupRun(pieces, np.full((batches, self.width), source, dtype=np.int64), cursors)
+
+    def _row_stream(self, source: int) -> RowStream:
+        stream = self._streams[source]
+        assert isinstance(stream, RowStream)
+        return stream
 
     def _schedule(self, batches: int) -> Ints:
         """The source of each slot of the next batches, int64 [batches, slots]."""

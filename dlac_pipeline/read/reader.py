@@ -7,6 +7,7 @@
 Resume requires an unchanged leg. The number of readers may change.
 """
 
+import itertools
 import math
 import time
 from collections import deque
@@ -24,7 +25,7 @@ from dlac_pipeline.plan.order import ReaderState
 from dlac_pipeline.plan.slots import DataCoordinate, groups_of_slots
 from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.plan.units import Ints
-from dlac_pipeline.read.assemble import assemble, assemble_run, shape_of
+from dlac_pipeline.read.assemble import as_span, assemble, assemble_run, shape_of
 from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.read.documents import Documents, Kinds, Samples
 from dlac_pipeline.read.group import GroupBatch, GroupReader, GroupSlots, OpenStream
@@ -142,6 +143,10 @@ class BatchReader:
             for group in self.groups
         ]
 
+        ends = np.cumsum([0, *(part.width for part in self._parts)]).tolist()
+        self._spans = [slice(start, stop) for start, stop in itertools.pairwise(ends)]
+        """The slots of each key group in the reader's batch."""
+
     def __iter__(self) -> Iterator[Batch]:
         return self._counted() if self._order.counted else self._batches_with_counts()
 
@@ -174,49 +179,55 @@ class BatchReader:
         last = self._order.total_steps
         while self._ready or last is None or self._step < last:
             if not self._ready:
-                self._ready.extend(self._run(self._ready_batches(last)))
+                self._ready.extend(self._run(self._ready_batches()))
             if self._ready:
                 yield self._ready.popleft()
                 continue
             rows = self._order.valid_rows(self._step + 1)
             yield self._read(rows, rows)[0]
 
-    def _ready_batches(self, last: int | None) -> int:
-        """Return how many batches can be gathered together: none waits for a block, all of them are full, for every reader."""
-        kinds = self._kinds.values()
-        if not self._lengths or any(kind.ragged for kind in kinds):
+    def _ready_batches(self) -> int:
+        """Return how many batches can be gathered together: all full, for every reader, and none but the first one may wait."""
+        if not self._lengths:
             return 0
         row_bytes = sum(
             kind.items.itemsize
             * max(1, kind.width or 0, kind.length or 0, self._lengths.get(kind.name, 0))
             * math.prod(kind.inner)
-            for kind in kinds
+            for kind in self._kinds.values()
         )
         limit = max(1, _RUN_BYTES // (row_bytes * self._slots))
+        last = self._order.last_full_step
         limit = limit if last is None else min(limit, last - self._step)
         for part in self._parts:
-            if not (limit := part.ready_batches(limit)):
+            if limit <= 0:
                 return 0
-        return limit if self._order.valid_rows(self._step + limit) == self._order.settings.batch_size else 0
+            limit = part.ready_batches(limit)
+        return limit
 
     def _run(self, count: int) -> Iterator[Batch]:
         """The next batches, gathered together: what Python costs per key group is shared by all of them."""
         if not count:
             return
         runs = [part.run(count) for part in self._parts]
-        starts = np.cumsum([0, *(part.width for part in self._parts)])
-        tensors: dict[str, torch.Tensor] = {}
+        pieces = [
+            (columns, as_span(rows), places, span)
+            for span, run in zip(self._spans, runs, strict=True)
+            for columns, rows, places in run.pieces
+        ]
+        tensors: dict[str, torch.Tensor | list[torch.Tensor]] = {}
         for name, kind in self._kinds.items():
-            pieces = [
-                (columns[name], rows, places, slice(int(start), int(start) + part.width))
-                for start, part, run in zip(starts, self._parts, runs, strict=False)
-                for columns, rows, places in run.pieces
-            ]
-            arrays = assemble_run(kind, pieces, count, self._slots, self._buffers, length=self._lengths.get(name, 0))
-            tensors |= {tensor: torch.from_numpy(array) for tensor, array in arrays.items()}
+            mine = [(columns[name], rows, places, span) for columns, rows, places, span in pieces]
+            arrays = assemble_run(kind, mine, count, self._slots, self._buffers, length=self._lengths.get(name, 0))
+            for tensor, array in arrays.items():
+                is_split = isinstance(array, list)
+                tensors[tensor] = [*map(torch.from_numpy, array)] if is_split else torch.from_numpy(array)
+            if kind.ragged:
+                self._lengths[name] = sum(map(len, tensors[name])) // (count * self._slots)
         source = torch.from_numpy(np.concatenate([run.source_of for run in runs], axis=1))
         cursors = np.stack([run.cursors for run in runs], axis=1)
-        valid, rows = torch.ones_like(source, dtype=torch.bool), self._order.settings.batch_size
+        # numpy, because PyTorch wakes all its threads for so many elements
+        valid, rows = torch.from_numpy(np.ones(source.shape, dtype=np.bool_)), self._order.settings.batch_size
         for index in range(count):
             self._step += 1
             yield Batch(
@@ -298,10 +309,9 @@ class BatchReader:
         return batch, int((source >= 0).sum()), taken
 
     def _gather(self, taken: Sequence[GroupBatch]) -> dict[str, Array]:
-        starts = np.cumsum([0, *(part.width for part in self._parts)])
         pieces = [
-            (columns, rows, slots + start)
-            for start, each in zip(starts, taken, strict=False)
+            (columns, rows, slots + span.start)
+            for span, each in zip(self._spans, taken, strict=True)
             for columns, rows, slots in each.pieces
         ]
         if not self._lengths:
@@ -313,11 +323,11 @@ class BatchReader:
         return arrays
 
     def _learn(self, columns: Columns) -> None:
-        """Remember the columns, for batches in which this reader has no sample."""
+        """Remember the columns, for batches in which this reader has no sample, and how much a row of them takes."""
         for name, column in columns.items():
             listed = column.offsets is None and column.values.ndim > 1
             length = column.values.shape[1] if listed else None
-            self._lengths[name] = length or 0
+            self._lengths[name] = length or (0 if column.offsets is None else len(column.values) // max(1, column.rows))
             kind = ColumnKind(name=name, items=column.values.dtype, listed=listed, length=length)
             self._kinds.setdefault(name, replace(kind, inner=column.values.shape[2:]))
 

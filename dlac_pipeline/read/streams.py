@@ -225,22 +225,31 @@ class RowStream:
         """Rows of the block being read that are left, but for its last one: taking them does not lead out of it."""
         return 0 if self._row_range is None else max(0, self._row_range.stop - self._at - 1)
 
-    def run(self, until: Ints) -> tuple[Columns, Ints, Ints]:
-        """Return the next until[-1] rows of columns, which are ready, and the cursor after each batch, int64 [batches, 4].
+    @property
+    def rows_left(self) -> int:
+        """Rows of the block being read that are left."""
+        return 0 if self._row_range is None else self._row_range.stop - self._at
+
+    def run(self, until: Ints) -> tuple[list[Piece], Ints]:
+        """Return the next until[-1] rows, which exist, and the cursor after each batch, int64 [batches, 4].
 
         `until` counts the rows up to the end of each of several batches.
         """
-        row_range, start = self._row_range, self._at
-        assert row_range is not None
-        self._at = start + int(until[-1])
         cursors = np.empty((len(until), 4), dtype=np.int64)
-        cursors[:] = (row_range.pass_index, row_range.block.index, 0, 0)
-        ends, positions = start + until, row_range.block.live_positions
-        cursors[:, 2] = ends if positions is None else positions[ends - 1] + 1
-        cursors[until == 0] = self.cursor
-        if until[-1]:
-            self.cursor = Cursor(*cursors[-1].tolist())
-        return self._columns, row_range.rows_of(start, self._at), cursors
+        cursors[:] = self.cursor
+        pieces: list[Piece] = []
+        done, total = 0, int(until[-1])
+        while done < total:
+            row_range = self._entered()
+            start, stop = self._at, min(row_range.stop, self._at + total - done)
+            pieces.append((self._columns, row_range.rows_of(start, stop)))
+            first, last = until.searchsorted([done, done + stop - start], side="right").tolist()
+            ends, positions = start + until[first:last] - done, row_range.block.live_positions
+            cursors[first:] = (row_range.pass_index, row_range.block.index, 0, 0)
+            cursors[first:last, 2] = ends if positions is None else positions[ends - 1] + 1
+            done, self._at = done + stop - start, stop
+        self.cursor = Cursor(*cursors[-1].tolist())
+        return pieces, cursors
 
     def close(self) -> None:
         """Release the blocks."""

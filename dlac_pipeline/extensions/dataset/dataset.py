@@ -3,7 +3,6 @@
 import gc
 import json
 import os
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -93,9 +92,8 @@ class DlacDataset(IterableDataset[DictBatch]):
         if self._streamed or steps is None:
             raise TypeError("how many batches a streamed dataset has is known by reading it only")
         first = self.leg.start_step + 1
-        if self.last_batch != "drop":
-            return steps + 1 - first
-        return bisect_left(range(first, steps + 1), True, key=lambda step: order.valid_rows(step) < self.leg.batch_size)
+        last = order.last_full_step if self.last_batch == "drop" else steps
+        return (steps if last is None else last) + 1 - first
 
     def __iter__(self) -> Iterator[DictBatch]:
         """Yield the batches after the position. Raises `DataFileUnreadable` if a row group is missing or does not decode."""
@@ -155,7 +153,8 @@ class DlacDataset(IterableDataset[DictBatch]):
         """Note that the consumer received this batch or is done with it: the position is directly after it."""
         about = batch[ABOUT]
         self._step = int(about["step"])
-        self._cursors = dict(zip(self.key_groups, about["cursors"].tolist(), strict=True))
+        if self._streamed:
+            self._cursors = dict(zip(self.key_groups, about["cursors"].tolist(), strict=True))
 
     def loader(
         self,
@@ -274,7 +273,8 @@ class DlacDataset(IterableDataset[DictBatch]):
         return self.last_batch == "drop" and rows < full_rows
 
     def _shaped(self, batch: Batch) -> Batch:
-        return batch if self.last_batch == "pad" else drop_empty_slots(batch)
+        is_full = batch.rows == self.leg.batch_size
+        return batch if is_full or self.last_batch == "pad" else drop_empty_slots(batch)
 
     def _turns(self, reader: BatchReader) -> Iterator[Batch]:
         worker = get_worker_info()

@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from dlac_pipeline.plan.legs.choice import first_leg
+from dlac_pipeline.plan.plan import Plans
+from dlac_pipeline.plan.planner import make_plan
+from dlac_pipeline.plan.slots import DataCoordinate
+from dlac_pipeline.read.opening.open_leg import OpenLeg, open_leg
+from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
+
+if TYPE_CHECKING:
+    from dlac_pipeline.read.batch import Batch
+    from tests.conftest import Arena
+
+SHORT, LONG = 12, 2000
+"""Bytes of values that are gathered side by side, and of values that are copied one by one."""
+
+
+def rows_of(random: np.random.Generator, first: int, count: int) -> pa.Table:
+    """Return rows with columns of each kind: fixed width, lists of one length, and values of several lengths."""
+
+    def texts(mean: int) -> list[bytes]:
+        return [random.bytes(int(size)) for size in random.integers(0, 2 * mean, size=count)]
+
+    lists = [random.integers(0, 9, size=size).astype(np.int32) for size in random.integers(0, 6, size=count)]
+    maybe = [None if value % 3 == 0 else str(value) for value in range(first, first + count)]
+    return pa.table(
+        {
+            "row_id": pa.array(np.arange(first, first + count)),
+            "pair": pa.array(list(random.random((count, 2), dtype=np.float32)), pa.list_(pa.float32())),
+            "short": pa.array(texts(SHORT)),
+            "long": pa.array(texts(LONG)),
+            "numbers": pa.array(lists, pa.list_(pa.int32())),
+            "maybe": pa.array(maybe),
+            "kind": pa.array(random.integers(0, 4, size=count)),
+        }
+    )
+
+
+def spec_of(arena: Arena, random: np.random.Generator) -> JobSpec:
+    """Return a job over one table or two, in any order, with or without dead rows."""
+
+    def source(table: str) -> dict[str, object]:
+        columns = ["row_id", "pair", "short", "long", "numbers", "maybe"]
+        declared = {"ragged": ["numbers"], "nullable": ["maybe"]}
+        return {"table": table, "columns": columns, **declared, "row_filter": random.choice([None, "kind < 3"])}
+
+    order = {"shuffle": bool(random.integers(2)), "block_slices": int(random.integers(1, 4)), "passes": 2}
+    order |= {"batch_size": 24, "key_groups": int(random.choice([2, 4, 6])), "seed": int(random.integers(99))}
+    both = [{**source(name), "name": name[-1], "weight": weight} for name, weight in (("src.a", 3), ("src.b", 1))]
+    sources = {"source": both[0], "mixture": both[1:]} if random.integers(2) else {"source": source("src.a")}
+    raw = {"run": "r", "lakehouse": arena.config.model_dump(), **sources, "order": order}
+    return parse_spec({**raw, "launch": {"script": "none.py"}}, origin="the test").resolved(arena.home)
+
+
+def open_job(arena: Arena, spec: JobSpec) -> OpenLeg:
+    """Return the open leg of a job without a run."""
+    plans = [make_plan(arena.lakehouse, source) for source in spec.sources]
+    return open_leg(Plans(arena.lakehouse), first_leg(spec, plans), spec)
+
+
+def facts_of(batches: Iterator[Batch]) -> list[object]:
+    """Return all that a batch gives, as comparable values."""
+    return [
+        (batch.step, batch.rows, batch.valid.tolist(), batch.source.tolist(), batch.cursors.tolist(),
+         {name: (tensor.dtype, tensor.tolist()) for name, tensor in batch.tensors.items()})
+        for batch in batches
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_batches_together_equal_single(arena: Arena, seed: int) -> None:
+    """Batches that are gathered together have the values and cursors of batches that are gathered one by one."""
+    random = np.random.default_rng(seed)
+    for name in ("src.a", "src.b"):
+        rows, properties = rows_of(random, 0, 200), {"write.parquet.row-group-limit": str(random.integers(5, 60))}
+        table = arena.lakehouse.catalog.create_table(name, rows.schema, properties=properties)
+        for first in range(0, 200, 80):
+            table.append(rows.slice(first, 80))
+    opened, readers = open_job(arena, spec_of(arena, random)), int(random.choice([1, 2, 3, 8]))
+    for index in range(readers):
+        coordinate = DataCoordinate(index, readers)
+        with (
+            closing(opened.reader(coordinate=coordinate)) as reader,
+            closing(opened.reader(coordinate=coordinate)) as one,
+        ):
+            together, single = facts_of(iter(reader)), facts_of(one.every(1))
+        assert together == single
