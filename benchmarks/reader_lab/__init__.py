@@ -1,0 +1,1 @@
+"""Tables of many shapes, and the loaders that read them beside DLAC's reader: `python -m benchmarks.shapes`."""
