@@ -1,12 +1,12 @@
 """A reader's batch for one optimizer step: tensors, the valid samples, and the cursors after it."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from dlac_pipeline.plan.units import Ints
-from dlac_pipeline.read.device import Device, DeviceCopies
+from dlac_pipeline.read.device import DeviceCopies
 from dlac_pipeline.read.line import BlockAdvance
 
 Moved = tuple[int, int, BlockAdvance]
@@ -133,10 +133,3 @@ def _ragged_columns(batch: Batch) -> set[str]:
     """Return the columns of flat values, whose offsets are another tensor with one more number than there are slots."""
     found = {name.removesuffix(".offsets") for name, each in batch.tensors.items() if len(each) > len(batch.valid)}
     return {name for name in found if f"{name}.offsets" in batch.tensors}
-
-
-def copy_batches(batches: Iterable[Batch], *, device: Device | None, pin_memory: bool | None) -> Iterator[Batch]:
-    """Yield the batches as `DeviceCopies` copies them. Raises `SpecInvalid` if the device is not on this node."""
-    copies = DeviceCopies(device, pin_memory=pin_memory)
-    for batch in batches:
-        yield batch.copy_with(copies)
