@@ -59,7 +59,7 @@ class RankStart:
         fork_server.add_user(user)
         return RankProcesses(
             range(first, first + self.share.ranks),
-            partial(self._start, start, user),
+            start,
             abort=partial(fork_server.end_server, only_user=user),
             why_unknown=partial(fork_server.why_gone, self.spec),
             on_gone=partial(fork_server.remove_user, user),
@@ -75,10 +75,3 @@ class RankStart:
         of_group = launch.model_copy(update={"env": {**launch.env, **(variables or {})}})
         spec = self.spec.model_copy(update={"launch": of_group})
         return self._starter.launcher.start_processes(spec, self.folder, share, first_local_rank=first_local_rank)
-
-    def _start(self, start: Callable[[], Processes], user: object, processes: RankProcesses) -> Processes:
-        try:
-            return start() if processes.is_wanted else {}
-        finally:
-            if not processes.is_wanted:
-                fork_server.end_server(only_user=user)  # multiprocessing replaces one that was ended while it was asked
