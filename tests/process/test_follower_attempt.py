@@ -25,10 +25,10 @@ from dlac_pipeline.supervise.attempt_state import Observation
 from dlac_pipeline.supervise.attempts import Attempts
 from dlac_pipeline.supervise.follower_attempt import AttemptVerdict
 from dlac_pipeline.supervise.ranks.all_ranks import STOP, AllRanks
+from dlac_pipeline.supervise.ranks.launch_folders import start_local_ranks
 from dlac_pipeline.supervise.ranks.local_ranks import RankGroup
 from dlac_pipeline.supervise.ranks.rank_starter import RankStarter
 from dlac_pipeline.supervise.ranks.run_events import RunEvents
-from dlac_pipeline.supervise.ranks.start_ranks import start_local_ranks
 from dlac_pipeline.supervise.start.request import ResumeOptions
 from dlac_pipeline.supervise.supervision import StopRequests, Supervision
 from tests.conftest import wait_until

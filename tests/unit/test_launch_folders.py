@@ -9,8 +9,8 @@ from unittest.mock import Mock
 import pytest
 
 from dlac_pipeline.lakehouse.errors import StoreUnavailable
-from dlac_pipeline.supervise.ranks import start_ranks
-from dlac_pipeline.supervise.ranks.start_ranks import forget_launches, start_local_ranks
+from dlac_pipeline.supervise.ranks import launch_folders
+from dlac_pipeline.supervise.ranks.launch_folders import forget_launches, start_local_ranks
 
 
 def test_oldest_launch_folders_are_removed(tmp_path: Path) -> None:
@@ -32,7 +32,7 @@ def test_oldest_launch_folders_are_removed(tmp_path: Path) -> None:
 
 def test_nodes_keep_each_others_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The folder of every node of an attempt is kept, whatever the number of nodes."""
-    monkeypatch.setattr(start_ranks, "KEEP_LAUNCHES", 1)
+    monkeypatch.setattr(launch_folders, "KEEP_LAUNCHES", 1)
     count = 4
     spec, nodes = Mock(), Mock(share=Mock(first_rank=0, ranks=0, nodes=count))
     spec.model_dump_json.return_value = "{}"

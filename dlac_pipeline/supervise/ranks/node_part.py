@@ -6,9 +6,9 @@ from dlac_pipeline.checkpoint.restore.resume_point import ResumePoint
 from dlac_pipeline.elastic.round import Round
 from dlac_pipeline.memory_states.fetch import NodeMemory
 from dlac_pipeline.spec.job_spec import JobSpec
+from dlac_pipeline.supervise.ranks.launch_folders import spec_for, start_local_ranks, write_resume_point
 from dlac_pipeline.supervise.ranks.local_ranks import RankGroup
 from dlac_pipeline.supervise.ranks.rank_starter import RankStarter
-from dlac_pipeline.supervise.ranks.start_ranks import spec_for, start_local_ranks, write_resume_point
 
 
 class NodePart:
