@@ -25,8 +25,8 @@ from dlac_pipeline.supervise.attempt_state import Observation
 from dlac_pipeline.supervise.attempts import Attempts
 from dlac_pipeline.supervise.follower_attempt import AttemptVerdict
 from dlac_pipeline.supervise.ranks.all_ranks import STOP, AllRanks
-from dlac_pipeline.supervise.ranks.launch_folders import start_local_ranks
 from dlac_pipeline.supervise.ranks.local_ranks import RankGroup
+from dlac_pipeline.supervise.ranks.node_part import NodePart
 from dlac_pipeline.supervise.ranks.rank_starter import RankStarter
 from dlac_pipeline.supervise.ranks.run_events import RunEvents
 from dlac_pipeline.supervise.start.request import ResumeOptions
@@ -135,9 +135,9 @@ def test_leader_receives_stop_of_follower(slow_imports: Launch) -> None:
     """The leader receives it before the leader's ranks have started, and stops them."""
     with rounds(2) as (leader, other):
         attempt = slow_imports.lead(leader)
-        ranks = AllRanks(
-            start_local_ranks(slow_imports.spec, attempt.folder, leader, slow_imports.attempts.starter), leader
-        )
+        attempts = slow_imports.attempts
+        part = NodePart(slow_imports.spec, leader, "n", starter=attempts.starter, memory=attempts.memory)
+        ranks = AllRanks(part.start(), leader)
         with run_on_thread(lambda: attempt._wait_for_start(ranks)) as pids:
             other.publish({"asked": STOP})
             wait_until(lambda: leader.message_of(1).get("asked") == STOP, what="its request")
