@@ -130,7 +130,7 @@ class SupervisedAttempt:
         return point
 
     def _resume(self, point: ResumePoint) -> None:
-        """Announce the resume point to all nodes, and begin to fetch its state in memory."""
+        """Announce the resume point to all nodes, and hand it to this node's ranks or begin to fetch its state in memory."""
         self.number = point.attempt
         self._monitor.step = self._resumed_step = point.step
         self._head_step = point.head_step
@@ -150,7 +150,6 @@ class SupervisedAttempt:
             )
         self._round.announce(RESUME, json.loads(point.to_json()))
         self._part.fetch(point)
-        self._part.hand_over()
 
     def _wait(self) -> None:
         self._part.hand_over()

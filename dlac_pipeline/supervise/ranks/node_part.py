@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from dlac_pipeline.checkpoint.restore.resume_point import ResumePoint
+from dlac_pipeline.checkpoint.restore.resume_point import FromMemory, ResumePoint
 from dlac_pipeline.elastic.round import Round
 from dlac_pipeline.memory_states.fetch import NodeMemory
 from dlac_pipeline.spec.job_spec import JobSpec
@@ -40,11 +40,14 @@ class NodePart:
         return self.starter.start(self.spec, self.folder, self.round.share)
 
     def fetch(self, point: ResumePoint) -> None:
-        """Begin to fetch the state of a resume point, if it is in memory."""
+        """Begin to fetch a state in memory. Hand any other resume point to this node's ranks at once."""
         self.memory.begin(point, self.round)
+        if not isinstance(point, FromMemory):
+            self.has_point = True
+            write_resume_point(self.folder, point.to_json())
 
     def hand_over(self) -> None:
-        """Hand the resume point to this node's ranks, once its state in memory is on this node."""
+        """Hand a resume point in memory to this node's ranks, once its state is on this node."""
         local = None if self.has_point else self.memory.local_point()
         if local is not None:
             self.has_point = True
