@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 
 from dlac_pipeline.plan.units import Ints
-from dlac_pipeline.read.device import DeviceCopies
+from dlac_pipeline.read.device import Device, DeviceCopies
 from dlac_pipeline.read.line import BlockAdvance
 
 Moved = tuple[int, int, BlockAdvance]
@@ -133,3 +134,8 @@ def _ragged_columns(batch: Batch) -> set[str]:
     """Return the columns of flat values, whose offsets are another tensor with one more number than there are slots."""
     found = {name.removesuffix(".offsets") for name, each in batch.tensors.items() if len(each) > len(batch.valid)}
     return {name for name in found if f"{name}.offsets" in batch.tensors}
+
+
+def copier_to(device: Device | None, *, pin_memory: bool | None) -> Callable[[Batch], Batch]:
+    """Return the function that copies batches to a device. Raises `SpecInvalid` if the device is not on this node."""
+    return partial(Batch.copy_with, copies=DeviceCopies(device, pin_memory=pin_memory))
