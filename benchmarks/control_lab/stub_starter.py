@@ -41,7 +41,7 @@ class StubStarter(RankStarter):
         processes = RankProcesses(ranks, start, abort=lambda: None, why_unknown=lambda: None, patience_s=60.0)
         return RankGroup(folder, processes)
 
-    def _start_stubs(self, ranks: range, folder: Path, processes: RankProcesses) -> Processes:
+    def _start_stubs(self, ranks: range, folder: Path) -> Processes:
         stubs: dict[int, Any] = {rank: _Stub(folder, rank, self._record) for rank in ranks}
         return stubs
 

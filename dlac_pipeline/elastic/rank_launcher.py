@@ -33,12 +33,22 @@ class RankLauncher:
     def __init__(self) -> None:
         self._starts = 0
 
-    def start_processes(self, spec: JobSpec, folder: Path, share: Share, *, first_local_rank: int = 0) -> Processes:
-        """Start this node's ranks, or some of them.
+    def start_processes(
+        self,
+        spec: JobSpec,
+        folder: Path,
+        share: Share,
+        variables: Mapping[str, str] | None = None,
+        *,
+        first_local_rank: int = 0,
+    ) -> Processes:
+        """Start this node's ranks, or some of them with further variables.
 
         Raise `TrainingFailed` if the fork server has ended, `OSError` if a process does not start.
         """
-        launch, is_forked = spec.launch, fork_server.is_used(spec)
+        fork_server.start_server(spec)  # which all groups of ranks share, whatever their variables
+        launch = spec.launch.model_copy(update={"env": {**spec.launch.env, **(variables or {})}})
+        spec, is_forked = spec.model_copy(update={"launch": launch}), fork_server.is_used(spec)
         _check_binding(launch)
         of_attempt = {**_DEFAULTS, **environment_of_attempt(spec, share, folder)}
         context: Any = multiprocessing.get_context(fork_server.START_METHODS[launch.start])

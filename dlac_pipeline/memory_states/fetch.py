@@ -44,8 +44,8 @@ class _Attempt:
     """Ranks of this node."""
     folder: Path | None
     guard: Guard
-    point: ResumePoint | None
-    """The resume point for the ranks of this node, once its state is on this node."""
+    point: FromMemory | None = None
+    """The resume point in memory for the ranks of this node, once its state is on this node."""
     ended: threading.Event = field(default_factory=threading.Event)
 
 
@@ -106,7 +106,6 @@ class NodeMemory:
             ranks=_ranks_of(round_.share),
             folder=None if folder is None else states.attempt_folder(folder, point.attempt, point.nonce),
             guard=self._turns.take(),
-            point=None if isinstance(point, FromMemory) else point,
         )
 
         def work() -> None:
@@ -136,8 +135,8 @@ class NodeMemory:
         copies = BuddyCopies(current.folder, current.ranks, address, self._key)
         copies.run(current.ended, patience_s=2 * self._launch.node_timeout_s, warn=self._warnings.append)
 
-    def local_point(self) -> ResumePoint | None:
-        """Return the resume point for the ranks of this node, once its state is on this node. They fail if it was lost."""
+    def local_point(self) -> FromMemory | None:
+        """Return the resume point in memory for this node's ranks, once its state is here. They fail if it was lost."""
         return None if self._current is None else self._current.point
 
     def take_warnings(self) -> Iterator[str]:

@@ -1,7 +1,8 @@
 """A reader's batch for one optimizer step: tensors, the valid samples, and the cursors after it."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 
@@ -135,8 +136,6 @@ def _ragged_columns(batch: Batch) -> set[str]:
     return {name for name in found if f"{name}.offsets" in batch.tensors}
 
 
-def copy_batches(batches: Iterable[Batch], *, device: Device | None, pin_memory: bool | None) -> Iterator[Batch]:
-    """Yield the batches as `DeviceCopies` copies them. Raises `SpecInvalid` if the device is not on this node."""
-    copies = DeviceCopies(device, pin_memory=pin_memory)
-    for batch in batches:
-        yield batch.copy_with(copies)
+def copier_to(device: Device | None, *, pin_memory: bool | None) -> Callable[[Batch], Batch]:
+    """Return the function that copies batches to a device. Raises `SpecInvalid` if the device is not on this node."""
+    return partial(Batch.copy_with, copies=DeviceCopies(device, pin_memory=pin_memory))

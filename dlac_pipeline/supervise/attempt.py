@@ -91,30 +91,32 @@ class SupervisedAttempt:
 
     def run(self) -> Ending | Failure | Rescale:
         """Run the whole attempt. No rank of this node is left when the call returns or raises."""
-        end = self._run()
-        if end == "stopped":
-            with suppress(OSError):  # the next launch then counts a failure
-                (self.folder / STOPPED_FILE).touch()
-        return end
-
-    def _run(self) -> Ending | Failure | Rescale:
         own = self._part.start()
         ranks = AllRanks(own, self._round)
+        end: Ending | Failure | Rescale
         try:  # the ranks import their libraries while the run is claimed
             try:
-                point = self._claim()
+                point = self._start.claim(self._report_verification)
             except _StopRequested:
-                return self.end_before_training()
-            self._resume(point)
-            self._publish({"event": "attempt", "step": point.step, "pids": self._wait_for_start(ranks)})
-            with closing(LedgerWatch(self._plans.lakehouse)) as ledger:
-                return self._watch(ranks, ledger)
+                end = self.end_before_training()
+            else:
+                failure = self._start.find_failure(point)
+                if failure is not None:
+                    self._recorder.begin(point, failure)
+                self._resume(point)
+                self._publish({"event": "attempt", "step": point.step, "pids": self._wait_for_start(ranks)})
+                with closing(LedgerWatch(self._plans.lakehouse)) as ledger:
+                    end = self._watch(ranks, ledger)
         finally:
             try:
                 self._part.end(own)
             finally:
                 self._forward_events()
                 self._recorder.end_attempt()
+        if end == "stopped":
+            with suppress(OSError):  # the next launch then counts a failure
+                (self.folder / STOPPED_FILE).touch()
+        return end
 
     def end_before_training(self) -> Ending | Rescale:
         """Return the end of an attempt that a stop request ended before its ranks trained: other nodes resume the run."""
@@ -122,15 +124,8 @@ class SupervisedAttempt:
             return Rescale(cause=planned_end(_leaving(), step=self.step, undone=[]))
         return "stopped"
 
-    def _claim(self) -> ResumePoint:
-        point = self._start.claim(self._report_verification)
-        failure = self._start.find_failure(point)
-        if failure is not None:
-            self._recorder.begin(point, failure)
-        return point
-
     def _resume(self, point: ResumePoint) -> None:
-        """Announce the resume point to all nodes, and begin to fetch its state in memory."""
+        """Announce the resume point to all nodes, and hand it to this node's ranks or begin to fetch its state in memory."""
         self.number = point.attempt
         self._monitor.step = self._resumed_step = point.step
         self._head_step = point.head_step
@@ -150,7 +145,6 @@ class SupervisedAttempt:
             )
         self._round.announce(RESUME, json.loads(point.to_json()))
         self._part.fetch(point)
-        self._part.hand_over()
 
     def _wait(self) -> None:
         self._part.hand_over()

@@ -9,7 +9,6 @@ from heapq import heapreplace
 from typing import Any
 
 from dlac_pipeline.checkpoint import manifest as manifests
-from dlac_pipeline.checkpoint.restore.verified_copy import verify_here
 from dlac_pipeline.checkpoint.store import folder_uri
 from dlac_pipeline.elastic.round import LEADER, Round
 from dlac_pipeline.elastic.sealed_store import Message
@@ -44,9 +43,6 @@ class NodeVerifiers:
 
     def verify(self, row: CheckpointRow, manifest: manifests.Manifest, files: StoreFiles, done: manifests.Done) -> None:
         """Verify as `verify_here` does, with the help of the other nodes. An exception of `done` ends the verification."""
-        if not self._round.others:
-            verify_here(row, manifest, files, done)
-            return
         uri, total = row.manifest_uri, sum(entry.bytes for entry in manifest.files)
         parts = parts_of(manifest.files, 1 + len(self._round.others))
         read_bytes = dict.fromkeys(range(len(parts)), 0)

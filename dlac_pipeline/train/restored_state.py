@@ -9,6 +9,7 @@ from dlac_pipeline.checkpoint.collectives import RankTree, failing_together
 from dlac_pipeline.checkpoint.commit.ledger_rows import agreed_reader_state
 from dlac_pipeline.checkpoint.engines import Engine
 from dlac_pipeline.checkpoint.engines.safe_load import load_tensors
+from dlac_pipeline.checkpoint.restore.fetch_checkpoint import load_checkpoint
 from dlac_pipeline.checkpoint.restore.resume_point import FromMemory, ResumePoint
 from dlac_pipeline.checkpoint.rng import rng_file, rng_state, set_rng_state
 from dlac_pipeline.elastic.ranks.script_errors import describe_exception
@@ -18,7 +19,6 @@ from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow
 from dlac_pipeline.memory_states.states import MemoryState, Trained, check_unchanged, read_slot, remove_state
 from dlac_pipeline.plan.order import LegOrder, ReaderState, reader_state_of
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.supervise.start.fetch_checkpoint import load_checkpoint
 
 
 class RestoredGenerators:

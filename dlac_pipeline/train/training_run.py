@@ -18,7 +18,7 @@ from dlac_pipeline.elastic.ranks.rank import LAUNCH_VARIABLE, leave_reason
 from dlac_pipeline.elastic.ranks.this_process import stated_world_size, this_process
 from dlac_pipeline.lakehouse.doors import Door
 from dlac_pipeline.lakehouse.errors import LossNotFinite, LossSpiked, ScriptInvalid
-from dlac_pipeline.read.batch import Batch, copy_batches
+from dlac_pipeline.read.batch import Batch, copier_to
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.liveness.heartbeat import Phase
 from dlac_pipeline.supervise.liveness.heartbeat_writer import HeartbeatWriter
@@ -215,8 +215,9 @@ class TrainingRun:
         self._policy.training()
         self._recoveries.observe(self._heartbeat, Phase.TRAINING)
         resumes = self.step > 0
-        for batch in copy_batches(self._watched_batches(), device=device, pin_memory=pin_memory):
-            self._batch = batch
+        copy = copier_to(device, pin_memory=pin_memory)
+        for watched in self._watched_batches():
+            self._batch = batch = copy(watched)
             if resumes:
                 self.reset_generators()  # what the script drew since `restore`, it had drawn before the checkpoint too
             yield batch

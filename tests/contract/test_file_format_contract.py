@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from pyarrow import orc
-from pyiceberg.io.pyarrow import schema_to_pyarrow
+from pyiceberg.io.pyarrow import PyArrowFileIO, schema_to_pyarrow
 from pyiceberg.manifest import DataFile, DataFileContent, FileFormat
 from pyiceberg.schema import Schema
 from pyiceberg.table import Table
@@ -21,6 +21,7 @@ from pyiceberg.types import FloatType, ListType, LongType, NestedField, StringTy
 
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.extensions.formats.orc_files import Orc
+from dlac_pipeline.extensions.formats.versions import ExternalFile
 from dlac_pipeline.extensions.registration.new_project import find_trainable
 from dlac_pipeline.lakehouse.errors import BadInput, DataFileUnreadable
 from dlac_pipeline.lakehouse.files.open_file import FILES, format_of, open_file
@@ -139,6 +140,14 @@ def test_footer_and_units_agree(suffix: str) -> None:
                 read["row_id"][-1].as_py(),
             )
         assert footer.values(unit, "x") in (None, (4 * _UNIT, 0))
+
+
+def test_unrecorded_rows_are_counted(tmp_path: Path, suffix: str) -> None:
+    """Where an external table does not record a file's rows, the footer has them, in any format."""
+    (path := tmp_path / f"data.{suffix}").write_bytes(content(suffix, ROWS))
+    none_dead = np.empty(0, dtype=np.int64)
+    file = ExternalFile(path=str(path), bytes=path.stat().st_size, rows=None, partition=(), dead=none_dead)
+    assert file.count_rows(PyArrowFileIO()) == len(ROWS)
 
 
 def test_damaged_file_is_named(suffix: str) -> None:

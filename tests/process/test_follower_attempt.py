@@ -26,10 +26,11 @@ from dlac_pipeline.supervise.attempts import Attempts
 from dlac_pipeline.supervise.follower_attempt import AttemptVerdict
 from dlac_pipeline.supervise.ranks.all_ranks import STOP, AllRanks
 from dlac_pipeline.supervise.ranks.local_ranks import RankGroup
+from dlac_pipeline.supervise.ranks.node_part import NodePart
 from dlac_pipeline.supervise.ranks.rank_starter import RankStarter
 from dlac_pipeline.supervise.ranks.run_events import RunEvents
-from dlac_pipeline.supervise.ranks.start_ranks import start_local_ranks
 from dlac_pipeline.supervise.start.request import ResumeOptions
+from dlac_pipeline.supervise.start.supervised_start import SupervisedStart
 from dlac_pipeline.supervise.supervision import StopRequests, Supervision
 from tests.conftest import wait_until
 from tests.launched_nodes import rounds, silence
@@ -123,7 +124,7 @@ def test_kept_rank_ends_copies(slow_imports: Launch, monkeypatch: pytest.MonkeyP
         attempt: Any = slow_imports.lead(leader) if leads else slow_imports.attempts.follow(led, 0)
         if leads:
             slow_imports.stops.leave()
-            monkeypatch.setattr(attempt, "_claim", lambda: attempt._report_verification(7, 1, 2))
+            monkeypatch.setattr(SupervisedStart, "claim", lambda start, verifying: verifying(7, 1, 2))
         else:
             leader.announce(VERDICT, asdict(AttemptVerdict(ending="stopped", attempt=1)))
         with run_on_thread(attempt.run) as result, pytest.raises(TrainingFailed, match="still there"):
@@ -135,9 +136,9 @@ def test_leader_receives_stop_of_follower(slow_imports: Launch) -> None:
     """The leader receives it before the leader's ranks have started, and stops them."""
     with rounds(2) as (leader, other):
         attempt = slow_imports.lead(leader)
-        ranks = AllRanks(
-            start_local_ranks(slow_imports.spec, attempt.folder, leader, slow_imports.attempts.starter), leader
-        )
+        attempts = slow_imports.attempts
+        part = NodePart(slow_imports.spec, leader, "n", starter=attempts.starter, memory=attempts.memory)
+        ranks = AllRanks(part.start(), leader)
         with run_on_thread(lambda: attempt._wait_for_start(ranks)) as pids:
             other.publish({"asked": STOP})
             wait_until(lambda: leader.message_of(1).get("asked") == STOP, what="its request")
@@ -159,10 +160,10 @@ def test_preempted_node_exits_during_rescale(slow_imports: Launch) -> None:
 def test_preempted_leader_stops_no_other_node(slow_imports: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     """The leader is preempted while it verifies a checkpoint. The other nodes resume, and a run of one node stops."""
     slow_imports.stops.leave()
+    monkeypatch.setattr(SupervisedStart, "claim", lambda start, verifying: verifying(7, 1, 2))
     for nodes, ending in ((2, Rescale), (1, str)):
         with rounds(nodes) as node_rounds:
             attempt = slow_imports.lead(node_rounds[0])
-            monkeypatch.setattr(attempt, "_claim", lambda attempt=attempt: attempt._report_verification(7, 1, 2))
             assert isinstance(attempt.run(), ending)
             assert attempt.number == 0
 

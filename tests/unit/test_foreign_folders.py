@@ -25,8 +25,8 @@ from dlac_pipeline.memory_states.fetch import NodeMemory
 from dlac_pipeline.memory_states.memory_file import MemoryFile
 from dlac_pipeline.memory_states.server import home_of
 from dlac_pipeline.memory_states.states import MemoryState
+from dlac_pipeline.supervise.ranks.launch_folders import forget_launches
 from dlac_pipeline.supervise.ranks.rank_logs import cut_middle
-from dlac_pipeline.supervise.ranks.start_ranks import forget_launches
 from tests.memory_states import fresh_start, keep, part_of, spec_of
 from tests.unit.test_memory_saves import Rank
 

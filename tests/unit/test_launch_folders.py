@@ -8,9 +8,12 @@ from unittest.mock import Mock
 
 import pytest
 
+from dlac_pipeline.elastic.rank_assignment import Share
 from dlac_pipeline.lakehouse.errors import StoreUnavailable
-from dlac_pipeline.supervise.ranks import start_ranks
-from dlac_pipeline.supervise.ranks.start_ranks import forget_launches, start_local_ranks
+from dlac_pipeline.supervise.ranks import node_part
+from dlac_pipeline.supervise.ranks.launch_folders import forget_launches
+from dlac_pipeline.supervise.ranks.node_part import NodePart
+from tests.small_records import small_spec
 
 
 def test_oldest_launch_folders_are_removed(tmp_path: Path) -> None:
@@ -32,19 +35,22 @@ def test_oldest_launch_folders_are_removed(tmp_path: Path) -> None:
 
 def test_nodes_keep_each_others_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The folder of every node of an attempt is kept, whatever the number of nodes."""
-    monkeypatch.setattr(start_ranks, "KEEP_LAUNCHES", 1)
-    count = 4
-    spec, nodes = Mock(), Mock(share=Mock(first_rank=0, ranks=0, nodes=count))
-    spec.model_dump_json.return_value = "{}"
-    (tmp_path / "r").mkdir()
-    made = [tmp_path / "r" / f"launch-{number:04}" for number in range(count)]
-    for folder in made:
-        start_local_ranks(spec, folder, nodes, Mock()).end()
-    assert all(folder.is_dir() for folder in made)
+    monkeypatch.setattr(node_part, "KEEP_LAUNCHES", 1)
+    parts = [_part(tmp_path, nonce=f"{number:04}", nodes=4) for number in range(4)]
+    parts[0].folder.parent.mkdir()
+    for part in parts:
+        part.start().end()
+    assert all(part.folder.is_dir() for part in parts)
 
 
 def test_attempt_makes_no_missing_run_folder(tmp_path: Path) -> None:
     """After a lost mount the next attempt does not make the run's folder again, where writers would continue."""
     with pytest.raises(StoreUnavailable, match="mount it"):
-        start_local_ranks(Mock(), tmp_path / "r" / "launch-abcd", Mock(), Mock())
+        _part(tmp_path, nonce="abcd", nodes=1).start()
     assert list(tmp_path.iterdir()) == []
+
+
+def _part(folder: Path, *, nonce: str, nodes: int) -> NodePart:
+    """Return a node's part in an attempt of run "r", without ranks."""
+    spec, share = small_spec(checkpoint={"local": str(folder)}), Share(world_size=nodes, ranks=1, nodes=nodes)
+    return NodePart(spec, Mock(share=share), nonce, starter=Mock(), memory=Mock())

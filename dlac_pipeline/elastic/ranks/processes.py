@@ -30,15 +30,16 @@ class RankProcesses:
     def __init__(
         self,
         ranks: range,
-        start: "Callable[[RankProcesses], Processes]",
+        start: Callable[[], Processes],
         *,
         abort: Callable[[], None],
         why_unknown: Callable[[], DlacError | None],
         on_gone: Callable[[], None] = lambda: None,
         patience_s: float,
     ) -> None:
-        """`abort` may end a start early. A start that takes `patience_s` seconds hangs.
+        """A thread calls `start`, unless the ranks are unwanted by then. A start that takes `patience_s` seconds hangs.
 
+        `abort` may end a start early, and is called again after a start of ranks that are unwanted by then.
         `why_unknown` returns why the exit status of a rank is not known, if it is not. `on_gone` is called once all are gone.
         """
         self.ranks = ranks
@@ -51,7 +52,7 @@ class RankProcesses:
         self._processes: Processes = {}
         self._reason: Reason = {}
         self._aborted_by: signal.Signals | None = None
-        self.is_wanted = True
+        self._is_wanted = True
         """True if ranks are still to be started."""
         self._started = threading.Event()
         """Set when it is known which ranks exist."""
@@ -126,14 +127,16 @@ class RankProcesses:
         self._on_gone()
         return running
 
-    def _start(self, start: "Callable[[RankProcesses], Processes]") -> None:
+    def _start(self, start: Callable[[], Processes]) -> None:
         try:
-            processes = start(self)
+            processes = start() if self._is_wanted else {}
         except Exception as err:
             processes, self._reason = {}, self._reason or reason_not_started(err)
+        if not self._is_wanted:
+            self._abort()  # multiprocessing replaces a server that was ended while it was asked
         with self._lock:
             self._processes = processes
-            if not self.is_wanted:
+            if not self._is_wanted:
                 for process in processes.values():
                     signal_rank(process.pid or 0, signal.SIGKILL, alive=process.exitcode is None)
             self._started.set()
@@ -144,7 +147,7 @@ class RankProcesses:
         with self._lock:
             if self._started.is_set():
                 return
-            self.is_wanted = False
+            self._is_wanted = False
             self._started.set()
         self._abort()
 

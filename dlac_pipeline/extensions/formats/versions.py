@@ -6,9 +6,9 @@ from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from pyiceberg.io import FileIO
 
+from dlac_pipeline.lakehouse.files.open_file import open_file
 from dlac_pipeline.lakehouse.iceberg.columns import expect
 from dlac_pipeline.lakehouse.iceberg.deletes import Ints
 
@@ -27,12 +27,12 @@ class ExternalFile:
     dead: Ints
 
     def count_rows(self, io: FileIO) -> int:
-        """Return the number of rows, from the footer if the table does not record it. Raises `DataFileUnreadable`."""
+        """Return the number of rows, from the footer if unrecorded. Raise `DataFileUnreadable`, or `BadInput`."""
         if self.rows is not None:
             return self.rows
-        place, advice = f"a Parquet file at {self.path!r}", "restore it, or name a later source.version"
+        place, advice = f"a data file at {self.path!r}", "restore it, or name a later source.version"
         with expect(place, advice), io.new_input(self.path).open() as stream:
-            return int(pq.ParquetFile(stream).metadata.num_rows)
+            return sum(open_file(self.path, stream, ()).footer.rows)
 
     def continues(self, size: int | None, dead: Ints) -> bool:
         """Return True if it is the file that had this size and these dead rows, and no row lives again."""

@@ -28,8 +28,8 @@ from dlac_pipeline.lakehouse.ledger.older_ledger import LedgerWatch
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.liveness.heartbeat import Phase, read_heartbeat
+from dlac_pipeline.supervise.ranks.launch_folders import write_resume_point, write_spec
 from dlac_pipeline.supervise.ranks.rank_events import EVENTS_FILE, EventWriter, read_ending
-from dlac_pipeline.supervise.ranks.start_ranks import write_resume_point, write_spec
 from dlac_pipeline.train.startup import (
     await_resume_point,
     claim_now,

@@ -2,13 +2,19 @@
 
 from pathlib import Path
 
-from dlac_pipeline.checkpoint.restore.resume_point import ResumePoint
+from dlac_pipeline.checkpoint.restore.resume_point import FromMemory, ResumePoint
 from dlac_pipeline.elastic.round import Round
 from dlac_pipeline.memory_states.fetch import NodeMemory
 from dlac_pipeline.spec.job_spec import JobSpec
+from dlac_pipeline.supervise.ranks.launch_folders import (
+    KEEP_LAUNCHES,
+    forget_launches,
+    make_launch_folder,
+    write_resume_point,
+    write_spec,
+)
 from dlac_pipeline.supervise.ranks.local_ranks import RankGroup
 from dlac_pipeline.supervise.ranks.rank_starter import RankStarter
-from dlac_pipeline.supervise.ranks.start_ranks import spec_for, start_local_ranks, write_resume_point
 
 
 class NodePart:
@@ -16,7 +22,9 @@ class NodePart:
 
     def __init__(self, spec: JobSpec, round_: Round, nonce: str, *, starter: RankStarter, memory: NodeMemory) -> None:
         """`nonce` names the launch folder."""
-        self.spec = spec_for(spec, round_)
+        launch = spec.launch.model_copy(update={"world_size": round_.share.world_size})
+        self.spec = spec.model_copy(update={"launch": launch})
+        """The job spec with the number of ranks that the nodes of the attempt have."""
         self.round = round_
         self.folder = Path(self.spec.checkpoint.local) / self.spec.run / f"launch-{nonce}"
         self.starter = starter
@@ -25,15 +33,21 @@ class NodePart:
         """True once the ranks of this node have the resume point."""
 
     def start(self) -> RankGroup:
-        """Start this node's ranks. Raises as `start_local_ranks`."""
-        return start_local_ranks(self.spec, self.folder, self.round, self.starter)
+        """Start this node's ranks with a new launch folder. Raise `StoreUnavailable` if the folder cannot be made."""
+        make_launch_folder(self.folder)
+        write_spec(self.folder, self.spec)
+        forget_launches(self.folder.parent, keep=KEEP_LAUNCHES * self.round.share.nodes)
+        return self.starter.start(self.spec, self.folder, self.round.share)
 
     def fetch(self, point: ResumePoint) -> None:
-        """Begin to fetch the state of a resume point, if it is in memory."""
+        """Begin to fetch a state in memory. Hand any other resume point to this node's ranks at once."""
         self.memory.begin(point, self.round)
+        if not isinstance(point, FromMemory):
+            self.has_point = True
+            write_resume_point(self.folder, point.to_json())
 
     def hand_over(self) -> None:
-        """Hand the resume point to this node's ranks, once its state in memory is on this node."""
+        """Hand a resume point in memory to this node's ranks, once its state is on this node."""
         local = None if self.has_point else self.memory.local_point()
         if local is not None:
             self.has_point = True

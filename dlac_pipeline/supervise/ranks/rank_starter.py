@@ -36,7 +36,7 @@ class RankStarter:
         if healing is not None:
             return healing.start(RankStart(self, healing.prepare(spec), folder, share))
         start = RankStart(self, spec, folder, share)
-        processes = start.in_background(partial(start.start_ranks, share))
+        processes = start.in_background(partial(self.launcher.start_processes, spec, folder, share))
         return RankGroup(folder, processes, server_log=start.server_log)
 
     def close(self) -> None:
@@ -59,7 +59,7 @@ class RankStart:
         fork_server.add_user(user)
         return RankProcesses(
             range(first, first + self.share.ranks),
-            partial(self._start, start, user),
+            start,
             abort=partial(fork_server.end_server, only_user=user),
             why_unknown=partial(fork_server.why_gone, self.spec),
             on_gone=partial(fork_server.remove_user, user),
@@ -70,15 +70,5 @@ class RankStart:
         self, share: Share, variables: Mapping[str, str] | None = None, *, first_local_rank: int = 0
     ) -> Processes:
         """Start the ranks of one process group, with further variables. Raises as `RankLauncher.start_processes`."""
-        fork_server.start_server(self.spec)
-        launch = self.spec.launch
-        of_group = launch.model_copy(update={"env": {**launch.env, **(variables or {})}})
-        spec = self.spec.model_copy(update={"launch": of_group})
-        return self._starter.launcher.start_processes(spec, self.folder, share, first_local_rank=first_local_rank)
-
-    def _start(self, start: Callable[[], Processes], user: object, processes: RankProcesses) -> Processes:
-        try:
-            return start() if processes.is_wanted else {}
-        finally:
-            if not processes.is_wanted:
-                fork_server.end_server(only_user=user)  # multiprocessing replaces one that was ended while it was asked
+        start = self._starter.launcher.start_processes
+        return start(self.spec, self.folder, share, variables, first_local_rank=first_local_rank)

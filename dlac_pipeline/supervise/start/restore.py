@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from dlac_pipeline.checkpoint.manifest import Manifest, mark_committed
-from dlac_pipeline.checkpoint.restore.verified_copy import Restored
+from dlac_pipeline.checkpoint.restore.verified_copy import Restored, Verify, restore
 from dlac_pipeline.checkpoint.store import Tiers
 from dlac_pipeline.lakehouse import errors
 from dlac_pipeline.lakehouse.ledger.commits import Attempt, quarantine
@@ -14,8 +15,8 @@ from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, lineage_of,
 from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, CheckpointRow, LedgerRow
 from dlac_pipeline.supervise.start.claim import Claimed
 
-RestoreRow = Callable[[CheckpointRow], Restored]
-"""Function that verifies the files of a checkpoint, and returns where they are. Raises `CheckpointDamaged`."""
+Verifying = Callable[[int, int, int], None]
+"""Callback for progress: the checkpoint's step, its verified bytes so far, and all its bytes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,13 +41,15 @@ class NewestWhole:
         return None if self.manifest is None else self.manifest.checkpoint_id
 
 
-def restore_newest(ledger: Ledger, claimed: Claimed, tiers: Tiers, restore_row: RestoreRow) -> NewestWhole:
+def restore_newest(
+    ledger: Ledger, claimed: Claimed, tiers: Tiers, *, verifying: Verifying, verify: Verify
+) -> NewestWhole:
     """Verify checkpoints of the lineage, the newest first, until one is whole. It becomes the head.
 
-    Raise `NoRestorableCheckpoint` if every one is damaged.
+    `verifying` and `verify` are as for `start_attempt`. Raise `NoRestorableCheckpoint` if every one is damaged.
     """
     rows = ledger.rows(claimed.attempt.run, kinds=HEAD_KINDS)
-    restored, damaged = _newest_whole(rows, claimed.head, restore_row)
+    restored, damaged = _newest_whole(rows, claimed.head, tiers, verifying, verify)
     manifest = None if restored is None else restored.manifest
     if manifest is not None:
         _mark_head(manifest, checkpoint_rows(rows), tiers)
@@ -80,7 +83,7 @@ def _mark_head(head: Manifest, known: Mapping[str, CheckpointRow], tiers: Tiers)
 
 
 def _newest_whole(
-    rows: list[LedgerRow], head: str | None, restore_row: RestoreRow
+    rows: list[LedgerRow], head: str | None, tiers: Tiers, verifying: Verifying, verify: Verify
 ) -> tuple[Restored | None, dict[str, str]]:
     """Return the newest whole checkpoint of the head's lineage, and the newer ones that are damaged (id -> reason)."""
     restorable = restorable_rows(rows)
@@ -88,7 +91,8 @@ def _newest_whole(
     for name in lineage_of(rows, head):
         if name in restorable:
             try:
-                return restore_row(restorable[name]), damaged
+                row = restorable[name]
+                return restore(row, tiers, partial(verifying, row.step), verify=verify), damaged
             except errors.CheckpointDamaged as err:
                 damaged[name] = str(err)
     return None, damaged

@@ -8,6 +8,7 @@ from dlac_pipeline.checkpoint.restore.verified_copy import Restored
 from dlac_pipeline.lakehouse.ledger.branches import moves_back
 from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, LedgerRow
+from dlac_pipeline.memory_states.choose import ClaimedState
 from dlac_pipeline.plan.legs.committed_leg import leg_of
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.supervise.start.claim import Claimed
@@ -15,11 +16,8 @@ from dlac_pipeline.supervise.start.resolve import Resolved
 from dlac_pipeline.supervise.start.restore import NewestWhole
 
 
-def point_in_memory(claimed: Claimed, resolved: Resolved) -> FromMemory | None:
-    """Return the resume point at the state in memory that the claim names, or None if it names none."""
-    chosen = claimed.memory
-    if chosen is None:
-        return None
+def point_in_memory(claimed: Claimed, chosen: ClaimedState, resolved: Resolved) -> FromMemory:
+    """Return the resume point at the state in memory that the claim names."""
     claim, state, head = chosen.claim, chosen.state, chosen.head
     return FromMemory(
         **_facts(claimed, resolved.leg, chosen.rows, head.checkpoint_id),

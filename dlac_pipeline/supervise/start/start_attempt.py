@@ -2,16 +2,14 @@
 
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 from dlac_pipeline.checkpoint.restore.resume_point import ResumePoint
-from dlac_pipeline.checkpoint.restore.verified_copy import Restored, Verify, restore, verify_here
+from dlac_pipeline.checkpoint.restore.verified_copy import Verify, verify_here
 from dlac_pipeline.checkpoint.store import Tiers, tiers_of
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.older_ledger import check_store
-from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, CheckpointRow
+from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS
 from dlac_pipeline.memory_states.choose import legs_of
 from dlac_pipeline.plan.legs.committed_leg import leg_of
 from dlac_pipeline.plan.legs.leg import Leg
@@ -20,11 +18,8 @@ from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.start.claim import Claimed, claim_attempt
 from dlac_pipeline.supervise.start.request import ClaimRequest
 from dlac_pipeline.supervise.start.resolve import Resolved, Resolver
-from dlac_pipeline.supervise.start.restore import RestoreRow, restore_newest
+from dlac_pipeline.supervise.start.restore import Verifying, restore_newest
 from dlac_pipeline.supervise.start.resume_points import point_in_memory, point_of_newest
-
-Verifying = Callable[[int, int, int], None]
-"""Callback for progress: the checkpoint's step, its verified bytes so far, and all its bytes."""
 
 
 def start_attempt(
@@ -62,29 +57,26 @@ def start_attempt(
     claimed = claim_attempt(ledger, spec, request, resolved, before, tiers)
     claimed_at = time.monotonic()
     leg = resolved.leg
-    point: ResumePoint | None = point_in_memory(claimed, resolved)
-    if point is None:
-        restore_row = partial(_restore_row, tiers=tiers, verifying=verifying, verify=verify)
-        leg, point = _from_checkpoint(resolver, claimed, resolved, tiers, restore_row)
+    point: ResumePoint
+    if claimed.memory is None:
+        leg, point = _from_checkpoint(resolver, claimed, resolved, tiers, verifying=verifying, verify=verify)
+    else:
+        point = point_in_memory(claimed, claimed.memory, resolved)
     if resolver.defers_tables:
         resolver.check_tables(leg)
     verify_s = time.monotonic() - claimed_at
     return replace(point, spike_step=request.options.spike_step, claim_s=claimed_at - began, verify_s=verify_s)
 
 
-def _restore_row(row: CheckpointRow, *, tiers: Tiers, verifying: Verifying, verify: Verify) -> Restored:
-    return restore(row, tiers, partial(verifying, row.step), verify=verify)
-
-
 def _from_checkpoint(
-    resolver: Resolver, claimed: Claimed, resolved: Resolved, tiers: Tiers, restore_row: RestoreRow
+    resolver: Resolver, claimed: Claimed, resolved: Resolved, tiers: Tiers, *, verifying: Verifying, verify: Verify
 ) -> tuple[Leg, ResumePoint]:
     """Restore the newest whole checkpoint, and resolve its leg. The claim stays, so that no other head can follow."""
     ledger = resolver.ledger
     if claimed.head not in (resolved.head, None):  # the replaced attempt committed a checkpoint since then
         rows = ledger.rows(claimed.attempt.run, kinds=HEAD_KINDS)
         resolver.check(leg_of(rows, claimed.head), rows)
-    newest = restore_newest(ledger, claimed, tiers, restore_row)
+    newest = restore_newest(ledger, claimed, tiers, verifying=verifying, verify=verify)
     while not resolved.is_for(newest.head):
         resolved = resolver.resolve_at(newest.rows, newest.manifest)
     return resolved.leg, point_of_newest(claimed, resolved.leg, newest)

@@ -4,12 +4,14 @@ import time
 from dataclasses import dataclass, field, replace
 
 from dlac_pipeline.checkpoint.restore.resume_point import ResumePoint
+from dlac_pipeline.checkpoint.restore.verified_copy import verify_here
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow
 from dlac_pipeline.supervise.distributed_verify import NodeVerifiers
 from dlac_pipeline.supervise.failure import Failure, failure_of_attempt
 from dlac_pipeline.supervise.ranks.node_part import NodePart
 from dlac_pipeline.supervise.start.request import ClaimRequest
-from dlac_pipeline.supervise.start.start_attempt import Verifying, start_attempt
+from dlac_pipeline.supervise.start.restore import Verifying
+from dlac_pipeline.supervise.start.start_attempt import start_attempt
 from dlac_pipeline.supervise.supervision import Supervision
 
 
@@ -38,7 +40,7 @@ class SupervisedStart:
             part.spec,
             replace(request, launch_folder=str(part.folder), find_states=part.memory.find(part.round)),
             verifying=verifying,
-            verify=NodeVerifiers(part.round).verify,
+            verify=NodeVerifiers(part.round).verify if part.round.others else verify_here,
             stop=supervision.stops.stop,
         )
         return point

@@ -1,34 +1,17 @@
-"""Start of a node's ranks in a new launch folder, and the removal of old launch folders."""
+"""Launch folders: one per attempt on a node, with the job spec and the resume point of its ranks."""
 
 from contextlib import suppress
 from pathlib import Path
 
 from dlac_pipeline.checkpoint.store import storing
-from dlac_pipeline.elastic.round import Round
 from dlac_pipeline.lakehouse.durable_io import write_durably
 from dlac_pipeline.lakehouse.own_folders import remove_tree
 from dlac_pipeline.lakehouse.store_files import make_below
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.supervise.ranks.local_ranks import RankGroup
-from dlac_pipeline.supervise.ranks.rank_starter import RankStarter
 
 KEEP_LAUNCHES = 50
 """Attempts of a run whose launch folders are kept, with logs and the job specs for rehearsals. Nodes may share a folder."""
 _FORGET_AT_ONCE = 5
-
-
-def spec_for(spec: JobSpec, round_: Round) -> JobSpec:
-    """Return the job spec with the number of ranks that the nodes of an attempt have."""
-    launch = spec.launch.model_copy(update={"world_size": round_.share.world_size})
-    return spec.model_copy(update={"launch": launch})
-
-
-def start_local_ranks(spec: JobSpec, folder: Path, round_: Round, starter: RankStarter) -> RankGroup:
-    """Start this node's ranks with a new launch folder. Raise `StoreUnavailable` if the folder cannot be made."""
-    make_launch_folder(folder)
-    write_spec(folder, spec)
-    forget_launches(folder.parent, keep=KEEP_LAUNCHES * round_.share.nodes)
-    return starter.start(spec, folder, round_.share)
 
 
 def make_launch_folder(folder: Path) -> None:

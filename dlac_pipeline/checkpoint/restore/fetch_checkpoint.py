@@ -34,7 +34,13 @@ def load_checkpoint(
         )
     folder = Path(point.folder)
     if isinstance(point, FromCheckpoint):
-        folder = _fetch(point, spec, tree, restores=restores)
+        tiers = tiers_of(spec)
+        elsewhere = tiers.store is not None and point.host != socket.gethostname()
+        with failing_together(tree, doing=f"fetching the checkpoint {point.checkpoint_id!r}"):
+            if elsewhere and restores:
+                restore(CheckpointRow(manifest_uri=point.manifest_uri, manifest_digest=point.manifest_digest), tiers)
+        if elsewhere:
+            folder = tiers.folder(folder_name_of(point.manifest_uri))
     patience_s = spec.launch.start_timeout_s / 4  # the conversion needs time as well
     spent = load_state(
         engine, folder, saved_world_size=point.world_size, tree=tree, converts=restores, patience_s=patience_s
@@ -44,13 +50,3 @@ def load_checkpoint(
     else:
         seed_rng(spec.order.seed, point.step, tree.rank)
     return spent
-
-
-def _fetch(point: FromCheckpoint, spec: JobSpec, tree: RankTree, *, restores: bool) -> Path:
-    """Return the folder of the checkpoint's verified files on this node. Collective."""
-    tiers = tiers_of(spec)
-    elsewhere = tiers.store is not None and point.host != socket.gethostname()
-    with failing_together(tree, doing=f"fetching the checkpoint {point.checkpoint_id!r}"):
-        if elsewhere and restores:
-            restore(CheckpointRow(manifest_uri=point.manifest_uri, manifest_digest=point.manifest_digest), tiers)
-    return tiers.folder(folder_name_of(point.manifest_uri)) if elsewhere else Path(point.folder)
