@@ -108,6 +108,7 @@ def causal(batch: dict[str, Any]) -> dict[str, Any]:
     return {"input_ids": tokens, "labels": labels, "worker": torch.utils.data.get_worker_info() is not None}
 
 
+@pytest.mark.slow
 def test_worker_leaves_inherited_garbage(datasets: Datasets) -> None:
     """A connection to DuckDB that a forked worker collects waits for threads that the worker has not: it crashes."""
 
