@@ -152,6 +152,7 @@ def test_the_legs_of_a_run_are_listed(opened: Opened) -> None:
     assert legs == [(0, 0, 16), (1, 28, 32)]
 
 
+@pytest.mark.slow
 def test_rows_excluded_unread_are_not_live(workshop: Workshop, opened: Opened) -> None:
     """Of a pass that was entered, rows that were excluded before they were read are neither live nor missing."""
     passes = sorted(rows_of(opened("excluded"), "FROM passes"), key=lambda row: int(row["pass"]))
