@@ -131,7 +131,7 @@ def begin(
 @pytest.mark.slow
 def test_exported_state_begins_a_run(arena: Arena) -> None:
     """`dlac checkpoint export-state` writes what `adopt` takes. The digest of the file leads to the checkpoint."""
-    arena.table()
+    arena.table(appends=(320,))
     spec = arena.spec("r", world_size=1, passes=1)
     layout_folder(arena.home / "foreign", "dcp")
     adopt_checkpoint(arena.lakehouse, spec, foreign_checkpoint(arena.home / "foreign"))
@@ -152,7 +152,7 @@ def test_exported_state_begins_a_run(arena: Arena) -> None:
 
 def test_damaged_shard_is_not_exported(arena: Arena) -> None:
     """The digest of the file of tensors is compared before anything is read from it."""
-    arena.table()
+    arena.table(appends=(320,))
     spec = arena.spec("r", world_size=1, passes=1)
     layout_folder(arena.home / "foreign", "shards")
     adopt_checkpoint(arena.lakehouse, spec, foreign_checkpoint(arena.home / "foreign"))
@@ -251,7 +251,7 @@ def test_code_in_the_index_is_refused(tmp_path: Path) -> None:
 
 def test_truncated_safetensors_begin_no_run(arena: Arena) -> None:
     """The error names the folder, and nothing is committed."""
-    arena.table()
+    arena.table(appends=(320,))
     folder = arena.home / "foreign"
     layout_folder(folder, "shards")
     (path,) = folder.glob("*.safetensors")
@@ -312,7 +312,7 @@ def test_a_deepspeed_checkpoint_begins_a_run(arena: Arena) -> None:
 
 def test_what_is_no_checkpoint_is_refused(arena: Arena) -> None:
     """An empty folder, a missing tag, and one with code in it; no run begins."""
-    arena.table()
+    arena.table(appends=(320,))
     folder = arena.home / "foreign"
     (folder / "mine").mkdir(parents=True)
     with pytest.raises(SpecInvalid, match=r"<tag>/\*model_states.pt.*found \['mine'\]"):
@@ -333,7 +333,7 @@ def test_what_is_no_checkpoint_is_refused(arena: Arena) -> None:
 @pytest.mark.soak
 def test_first_attempt_without_checkpoint_is_kept(arena: Arena) -> None:
     """A claimed attempt may train on another node, whose lock is not visible here. A claim to adopt is continued."""
-    arena.table()
+    arena.table(appends=(320,))
     layout_folder(arena.home / "foreign", "dcp")
     foreign = foreign_checkpoint(arena.home / "foreign")
     training, begun = (arena.spec(run, world_size=1) for run in ("training", "begun"))

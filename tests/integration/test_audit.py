@@ -122,6 +122,7 @@ def test_the_report_compares_two_runs(lake: Lake, tmp_path: Path) -> None:
     assert (content["ok"], content["losses_identical"], content["steps_differing"]) == (False, False, [8])
 
 
+@pytest.mark.slow
 def test_a_query_opens_only_tables_it_needs(lake: Lake) -> None:
     """Views and macros answer the same as with everything defined. A query of no table opens none."""
     queries = {

@@ -72,7 +72,7 @@ def tick(instance: dg.DagsterInstance, defs: dg.Definitions, event: DagsterEvent
 @pytest.mark.slow
 def test_two_runs_are_two_assets(arena: Arena, instance: dg.DagsterInstance) -> None:
     """Each run has a plan, a model, checks and a history. The plan depends on the asset of the source table."""
-    arena.table()
+    arena.table(appends=(64,))
     defs = project(arena, "one", "two")
     graph = defs.get_repository_def().asset_graph
     keys = {dg.AssetKey(["src", "t"]), *(make(run) for make in (plan_key, model_key) for run in ("one", "two"))}
@@ -130,7 +130,7 @@ def test_dead_run_is_recovered_with_overrides(arena: Arena, instance: dg.Dagster
 @pytest.mark.slow
 def test_new_job_file_defers_recovery(arena: Arena, instance: dg.DagsterInstance) -> None:
     """A sensor whose code location was loaded before the job file was written waits until it is loaded again."""
-    arena.table()
+    arena.table(appends=(64,))
     defs = project(arena, "new")
     dead = begun(instance, defs, model_key("new"))
     event = instance.report_run_failed(dead, message="it died")
@@ -144,7 +144,7 @@ def test_new_job_file_defers_recovery(arena: Arena, instance: dg.DagsterInstance
 
 def test_broken_job_file_is_not_recovered(arena: Arena, instance: dg.DagsterInstance) -> None:
     """A request that cannot be launched would be repeated at every tick."""
-    arena.table()
+    arena.table(appends=(64,))
     defs = project(arena, "broken")
     dead = begun(instance, defs, model_key("broken"))
     (arena.home / "broken.yaml").write_text("run: broken")
@@ -171,7 +171,7 @@ def test_folder_leaves_out_conflicting_files(arena: Arena) -> None:
 
 def test_innocent_run_is_recovered(arena: Arena, instance: dg.DagsterInstance) -> None:
     """Of three runs of a dead Dagster run one was trained, and one failed for good. The third is recovered."""
-    arena.table()
+    arena.table(appends=(64,))
     names = ("trained", "guilty", "innocent")
     defs = project(arena, *names)
     dead = begun(instance, defs, *map(model_key, names))

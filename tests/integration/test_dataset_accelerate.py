@@ -15,6 +15,7 @@ from tests.integration.datasets import Datasets, seen
 accelerate: Any = pytest.importorskip("accelerate")
 
 
+@pytest.mark.slow
 def test_accelerate_leaves_the_loader_as_it_is(datasets: Datasets, tmp_path: Path) -> None:
     """Prepared with model and optimizer, saved and loaded with Accelerate's own state: exact."""
     accelerator = accelerate.Accelerator(cpu=True)

@@ -127,12 +127,11 @@ def ranks(datasets: Datasets, kind: str, world_size: int, steps: int, state: Any
 @pytest.mark.parametrize(
     ("kind", "sizes"),
     [
-        ("rows", (4, 8, 2)),
         ("mixed", (4, 8, 2)),
         *(
             pytest.param(kind, sizes, marks=pytest.mark.soak)
             for kind, sizes in product(KINDS, ((4, 8, 2), (1, 2, 4), (8, 1)))
-            if (kind, sizes) not in (("rows", (4, 8, 2)), ("mixed", (4, 8, 2)))
+            if (kind, sizes) != ("mixed", (4, 8, 2))
         ),
     ],
 )

@@ -74,7 +74,7 @@ def test_the_file_has_the_weights_and_leads_back(arena: Arena) -> None:
 
 def test_what_cannot_be_exported_is_refused(arena: Arena) -> None:
     """Another part, a step without a checkpoint, and damaged files. Nothing is written or held, also after a killed export."""
-    arena.table()
+    arena.table(appends=(640,))
     spec = arena.spec("r", world_size=1, passes=1)
     arena.train(spec, until=15)
     tiers, out = tiers_of(spec), arena.home / "weights"
@@ -125,7 +125,7 @@ def test_export_survives_concurrent_retention(arena: Arena) -> None:
 
 def test_a_full_disk_is_named(arena: Arena, small_disk: Path) -> None:
     """The store's error, not the library's; nothing is left there, in the ledger, or held."""
-    arena.table()
+    arena.table(appends=(640,))
     spec = arena.spec("r", world_size=1, passes=1)
     arena.train(spec, until=15)
     filler = small_disk / "filler"

@@ -64,7 +64,7 @@ def logits(model: Any) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize(("kind", "engine"), [("tied", "dcp"), ("untied", "torch")])
+@pytest.mark.parametrize(("kind", "engine"), [("tied", "dcp"), pytest.param("untied", "torch", marks=pytest.mark.slow)])
 def test_pretrained_model_has_equal_logits(arena: Arena, here: Command, kind: str, engine: str) -> None:
     """One file of weights equals the trained model bit for bit, and its digest leads to the checkpoint."""
     _, model = trained(arena, kind, engine=engine)

@@ -139,9 +139,9 @@ def rows_seen(arena: Arena, connection: duckdb.DuckDBPyConnection, macro: str, t
 
 def test_forks_that_cannot_be_are_refused(arena: Arena) -> None:
     """A retired step, a name that is taken, a parent that is none, or a damaged one: no run begins, nothing is held."""
-    arena.table(appends=(500, 500))
-    arena.train(arena.spec("a", world_size=1, passes=1, keep_last=2))
-    arena.train(arena.spec("b", world_size=1, passes=1), until=5)  # claimed, and without a checkpoint
+    arena.table(appends=(128,))
+    arena.train(arena.spec("a", world_size=1, passes=1, every_steps=1, keep_last=2))
+    arena.train(arena.spec("b", world_size=1, passes=1), until=3)  # claimed, and without a checkpoint
     new = arena.spec("new", world_size=1, passes=1)
     before = arena.rows("a")
 
@@ -154,17 +154,17 @@ def test_forks_that_cannot_be_are_refused(arena: Arena) -> None:
         assert arena.rows("new", CheckpointRow) == []
         assert names(arena, "a") == []
 
-    refused(NoSuchCheckpoint, r"at step 10 that is kept, found those of steps \[30, 32\]", new, "a", step=10)
+    refused(NoSuchCheckpoint, r"at step 1 that is kept, found those of steps \[3, 4\]", new, "a", step=1)
     refused(NoSuchRun, "expected a run named 'nobody'", new, "nobody")
     refused(SpecInvalid, "no run named 'b' yet, found one with 0 checkpoints", arena.spec("b", world_size=1), "a")
     refused(SpecInvalid, "no run named 'a' yet, found one with 4 checkpoints", arena.spec("a", world_size=1), "a")
     assert arena.rows("new") == []
-    file = folder_of(checkpoint_at(arena, "a", 30).manifest_uri) / "torch-state.pt"
+    file = folder_of(checkpoint_at(arena, "a", 3).manifest_uri) / "torch-state.pt"
     content = file.read_bytes()
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    refused(CheckpointDamaged, "to have digest", new, "a", step=30)
+    refused(CheckpointDamaged, "to have digest", new, "a", step=3)
     file.unlink()
-    refused(CheckpointDamaged, "found none", new, "a", step=30)
+    refused(CheckpointDamaged, "found none", new, "a", step=3)
     assert list((Path(new.checkpoint.store) / "new").glob("attempt-*/step-*")) == []
 
 

@@ -99,10 +99,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        name if name in ("text", "labelled") else pytest.param(name, marks=pytest.mark.slow)
-        for name in [*_SHAPES, *_TABLES]
-    ],
+    [name if name == "labelled" else pytest.param(name, marks=pytest.mark.slow) for name in [*_SHAPES, *_TABLES]],
 )
 def test_choice_is_explained_and_trains(folder: Path, here: Command, name: str) -> None:
     """Documents come before file names, ids are no features, a label has classes. The script consumes each row with a value."""
