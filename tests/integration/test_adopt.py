@@ -88,6 +88,7 @@ def layout_folder(folder: Path, kind: str) -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
+@pytest.mark.slow
 def test_safetensors_begin_a_run(arena: Arena) -> None:
     """What the layout lacks is the script's: the state of the optimizer, and the schedule."""
     arena.table(appends=(320,))
@@ -150,6 +151,7 @@ def test_exported_state_begins_a_run(arena: Arena) -> None:
     assert [state["step"] for state in optimizer["state"].values()] == [3, 3]
 
 
+@pytest.mark.slow
 def test_damaged_shard_is_not_exported(arena: Arena) -> None:
     """The digest of the file of tensors is compared before anything is read from it."""
     arena.table(appends=(320,))

@@ -143,6 +143,7 @@ def test_failed_checks_of_our_runs_are_reported(arena: Arena, home: Path, instan
     assert {alert.kind for alert in pager.taken} == {"check_failed"}
 
 
+@pytest.mark.slow
 def test_refused_alert_is_retried_in_order(
     arena: Arena, home: Path, instance: dg.DagsterInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:

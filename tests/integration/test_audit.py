@@ -56,6 +56,7 @@ def test_consumed_equals_journal_at_every_checkpoint(lake: Lake, audit: duckdb.D
     assert all(row["touched"] is row["consumed"] for row in answers)
 
 
+@pytest.mark.slow
 def test_a_rewound_run_has_consumed_only_what_survives(lake: Lake) -> None:
     """After a rewind the abandoned checkpoints are off the lineage; what they had consumed can still be asked."""
     name = lake.forge(rewound)

@@ -18,7 +18,11 @@ CHECKS = ("no_duplicate_rows", "no_missing_rows", "consumption_exact")
     ("change", "failed"),
     [
         (lambda rows: [*rows, rows_named(rows, "advance")[3]], {"no_duplicate_rows", "consumption_exact"}),
-        (without(lambda row: is_advance(row) and row["step"] == 8), {"no_missing_rows", "consumption_exact"}),
+        pytest.param(
+            without(lambda row: is_advance(row) and row["step"] == 8),
+            {"no_missing_rows", "consumption_exact"},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["repeated advance", "missing advances"],
 )

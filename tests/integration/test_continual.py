@@ -110,6 +110,7 @@ def test_live_manual_launch_is_left_alone(arena: Arena, home: Path, instance: dg
     assert again.tags["dlac/due"] == asked_for.tags["dlac/due"]
 
 
+@pytest.mark.slow
 def test_the_snapshot_sensor_asks_once_for_each_snapshot(
     arena: Arena, home: Path, instance: dg.DagsterInstance
 ) -> None:

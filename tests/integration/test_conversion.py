@@ -129,6 +129,7 @@ def test_a_failure_leaves_nothing(folder: Path) -> None:
     assert kept(folder) == []
 
 
+@pytest.mark.slow
 def test_it_goes_with_its_checkpoint(arena: Arena) -> None:
     """Retiring a checkpoint removes its conversions. Conversions of kept checkpoints stay."""
     arena.table()

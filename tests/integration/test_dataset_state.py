@@ -80,7 +80,7 @@ def test_resuming_gives_what_was_not_consumed(datasets: Datasets, kind: str) -> 
 @pytest.mark.parametrize(
     ("kind", "workers"),
     [
-        ("rows", 2),
+        pytest.param("rows", 2, marks=pytest.mark.slow),
         pytest.param("packed", 1, marks=pytest.mark.soak),
         pytest.param("mixed", 3, marks=pytest.mark.soak),
     ],

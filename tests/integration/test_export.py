@@ -39,6 +39,7 @@ from dlac_pipeline.lakehouse.ledger.typed_rows import ExportRow, NameRow
 from tests.conftest import Arena, wait_until
 
 
+@pytest.mark.slow
 def test_the_file_has_the_weights_and_leads_back(arena: Arena) -> None:
     """Weights equal the checkpoint bit for bit. A renamed copy is known by its digest, which is recorded once."""
     arena.table(appends=(640,))
