@@ -146,6 +146,7 @@ def test_the_explanation_runs_in_a_plain_duckdb(workshop: Workshop, run: str) ->
     assert check_script_agrees(workshop.lakehouse, run).exact
 
 
+@pytest.mark.slow
 def test_the_legs_of_a_run_are_listed(opened: Opened) -> None:
     """`legs` names each leg with its first step and its batch, as the specs asked for them."""
     legs = sorted((leg["leg"], leg["start_step"], leg["per_batch"]) for leg in rows_of(opened("mixed"), "FROM legs"))

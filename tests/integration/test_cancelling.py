@@ -56,9 +56,7 @@ def found(instance: dg.DagsterInstance, run_id: str) -> dg.DagsterRun:
     return run
 
 
-def test_cancelled_run_exits_without_code_server(
-    arena: Arena, instance: dg.DagsterInstance, interrupts: list[int]
-) -> None:
+def test_unreachable_run_is_interrupted_once(arena: Arena, instance: dg.DagsterInstance, interrupts: list[int]) -> None:
     """Its process is interrupted after an outage of the storage, and only once: the second time would kill its trainer."""
     run_id = unreachable_run(instance, arena, "r")
     away = Mock(wraps=instance, daemon_cursor_storage=instance.daemon_cursor_storage)

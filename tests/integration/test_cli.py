@@ -47,7 +47,7 @@ def test_run_works_from_command_line(arena: Arena, here: Command) -> None:
     script = here("audit", "by-hand", "--explain", home=arena.home).stdout
     with duckdb.connect() as plain:
         assert plain.execute(script).fetchall()
-    again = dlac("train", str(spec), home=arena.home)
+    again = here("train", str(spec), home=arena.home)
     assert again.returncode == 82
     assert "RunFinished" in again.stderr
 
