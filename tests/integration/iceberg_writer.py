@@ -344,13 +344,13 @@ def vector_blob(positions: Sequence[int]) -> bytes:
     return len(body).to_bytes(4, "big") + body + zlib.crc32(body).to_bytes(4, "big")
 
 
-def named_blob(offset: int, length: int, kind: str = "deletion-vector-v1") -> dict[str, Any]:
+def named_blob(offset: int, length: int) -> dict[str, Any]:
     """A blob as the footer of a Puffin file names it."""
     made = {"fields": [2147483645], "snapshot-id": -1, "sequence-number": -1}
-    return {"type": kind, "offset": offset, "length": length, **made}
+    return {"type": "deletion-vector-v1", "offset": offset, "length": length, **made}
 
 
-def puffin_footer(blobs: object, flags: int = 0) -> bytes:
+def puffin_footer(blobs: object) -> bytes:
     """The footer of a Puffin file that names these blobs."""
     payload = json.dumps({"blobs": blobs}).encode()
-    return b"PFA1" + payload + len(payload).to_bytes(4, "little") + bytes([flags, 0, 0, 0]) + b"PFA1"
+    return b"PFA1" + payload + len(payload).to_bytes(4, "little") + bytes(4) + b"PFA1"

@@ -37,7 +37,7 @@ from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.start.request import ClaimRequest
 from dlac_pipeline.supervise.start.start_attempt import start_attempt
 from tests.conftest import Arena
-from tests.engine_ranks import run_program
+from tests.fixtures import Command
 from tests.integration.test_cli import dlac as dlac_command
 
 SAVE_DEEPSPEED = """
@@ -55,29 +55,6 @@ for _ in range(3):
     engine.backward(engine(torch.ones(16, 4)).sum())
     engine.step()
 engine.save_checkpoint(sys.argv[1], tag="mine")
-torch.distributed.destroy_process_group()
-"""
-
-
-SAVE_SHARDS = """
-import sys
-import torch
-from torch.distributed.checkpoint import HuggingFaceStorageWriter, save
-from torch.distributed.checkpoint.state_dict import get_state_dict
-from torch.distributed.fsdp import fully_shard
-torch.manual_seed(7)
-torch.distributed.init_process_group("gloo")
-model = torch.nn.Linear(4, 1)
-fully_shard(model)
-optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-for _ in range(3):
-    model(torch.ones(5, 4)).sum().backward()
-    optimizer.step()
-weights, state = get_state_dict(model, optimizer)
-writer = HuggingFaceStorageWriter(sys.argv[1], save_distributed=True)
-save({"model": weights, "optimizer": {"state": state["state"]}}, storage_writer=writer)
-whole = {name: tensor.full_tensor() for name, tensor in weights.items()}
-torch.save(whole, sys.argv[1] + "/whole.pt")
 torch.distributed.destroy_process_group()
 """
 
@@ -104,28 +81,27 @@ def layout_folder(folder: Path, kind: str) -> dict[str, torch.Tensor]:
         (folder / "config.json").write_text("{}")
         return {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     writer = None if kind == "dcp" else HuggingFaceStorageWriter(str(folder), save_distributed=kind == "shards")
-    optimizer_state = state if kind == "dcp" else {"state": state["state"]}
-    saved = weights if kind == "bare" else {"model": weights, "optimizer": optimizer_state}
+    saved = {"model": weights, "optimizer": state if kind == "dcp" else {"state": state["state"]}}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         save(saved, checkpoint_id=folder, storage_writer=writer, no_dist=True)
     return model.state_dict()
 
 
-@pytest.mark.parametrize("kind", ["pretrained", pytest.param("bare", marks=pytest.mark.slow)])
-def test_safetensors_begin_a_run(arena: Arena, kind: str) -> None:
+@pytest.mark.slow
+def test_safetensors_begin_a_run(arena: Arena) -> None:
     """What the layout lacks is the script's: the state of the optimizer, and the schedule."""
-    arena.table()
+    arena.table(appends=(320,))
     spec = arena.spec("r", world_size=1, passes=1)
     folder = arena.home / "foreign"
-    weights = layout_folder(folder, kind)
+    weights = layout_folder(folder, "pretrained")
     checkpoint_id = adopt_checkpoint(arena.lakehouse, spec, foreign_checkpoint(folder))
     assert arena.head("r") == checkpoint_id
-    start, optimizer = begin(arena, spec, nested=kind == "pretrained")
+    start, optimizer = begin(arena, spec, nested=True)
     assert all(torch.equal(start[name], weights[name]) for name in weights)
     assert (optimizer["param_groups"][0]["lr"], optimizer["state"]) == (0.03, {})
     assert audit_run(arena.lakehouse, "r").exact
-    assert [row.step for row in arena.lineage("r")] == [0, 10, 20, 30, 40, 50, 60, 63]
+    assert [row.step for row in arena.lineage("r")] == [0, 10]
 
 
 def begin(
@@ -156,7 +132,7 @@ def begin(
 @pytest.mark.slow
 def test_exported_state_begins_a_run(arena: Arena) -> None:
     """`dlac checkpoint export-state` writes what `adopt` takes. The digest of the file leads to the checkpoint."""
-    arena.table()
+    arena.table(appends=(320,))
     spec = arena.spec("r", world_size=1, passes=1)
     layout_folder(arena.home / "foreign", "dcp")
     adopt_checkpoint(arena.lakehouse, spec, foreign_checkpoint(arena.home / "foreign"))
@@ -175,10 +151,10 @@ def test_exported_state_begins_a_run(arena: Arena) -> None:
     assert [state["step"] for state in optimizer["state"].values()] == [3, 3]
 
 
-@pytest.mark.parametrize("change", ["flipped", "truncated"])
-def test_damaged_shard_is_not_exported(arena: Arena, change: str) -> None:
+@pytest.mark.slow
+def test_damaged_shard_is_not_exported(arena: Arena) -> None:
     """The digest of the file of tensors is compared before anything is read from it."""
-    arena.table()
+    arena.table(appends=(320,))
     spec = arena.spec("r", world_size=1, passes=1)
     layout_folder(arena.home / "foreign", "shards")
     adopt_checkpoint(arena.lakehouse, spec, foreign_checkpoint(arena.home / "foreign"))
@@ -186,7 +162,7 @@ def test_damaged_shard_is_not_exported(arena: Arena, change: str) -> None:
     (path,) = folder_of(row.manifest_uri).glob("*.safetensors")
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
-    path.write_bytes(content if change == "flipped" else content[:-1])
+    path.write_bytes(content)
     with pytest.raises(CheckpointDamaged, match=r"shard-00001-model-00001-of-00001\.safetensors"):
         export_tensors(arena.lakehouse, tiers_of(spec), arena.home / "state")
     assert not (arena.home / "state").exists()
@@ -209,10 +185,7 @@ def place_shard(folder: Path, number: int, rows: list[int]) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    "shards",
-    [[[2, 3], [4, 5]], [[0, 1], [4, 5]], [[0, 1], [1, 2, 3]], [[1, 2], [1, 2]], [[1, 2, 3, 4, 5], [1, 2, 3, 4, 5]]],
-)
+@pytest.mark.parametrize("shards", [[[0, 1], [4, 5]], [[0, 1], [1, 2, 3]]])
 def test_incomplete_shards_are_refused(tmp_path: Path, shards: list[list[int]]) -> None:
     """Rows that no file has, and rows of two files, of which either may be right. Nothing is read from memory instead."""
     for number, rows in enumerate(shards, 1):
@@ -261,9 +234,6 @@ def test_files_of_the_index_are_read(tmp_path: Path) -> None:
     (folder / "model.safetensors").unlink()
     with pytest.raises(SpecInvalid, match="adopt a folder with one set of weights"):
         copied(folder)
-    (folder / "latest").write_bytes(b"\xff")  # of a trainer, whose folder was removed
-    with pytest.raises(SpecInvalid, match="adopt a folder with one set of weights"):
-        copied(folder)
 
 
 def test_code_in_the_index_is_refused(tmp_path: Path) -> None:
@@ -283,37 +253,19 @@ def test_code_in_the_index_is_refused(tmp_path: Path) -> None:
 
 def test_truncated_safetensors_begin_no_run(arena: Arena) -> None:
     """The error names the folder, and nothing is committed."""
-    arena.table()
+    arena.table(appends=(320,))
     folder = arena.home / "foreign"
     layout_folder(folder, "shards")
     (path,) = folder.glob("*.safetensors")
-    for length in (200, 20, 0):
-        os.truncate(path, length)
-        with pytest.raises(SpecInvalid, match=r"expected a whole checkpoint in '.*foreign', found"):
-            adopt_checkpoint(arena.lakehouse, arena.spec("r"), foreign_checkpoint(folder))
+    os.truncate(path, 200)
+    with pytest.raises(SpecInvalid, match=r"expected a whole checkpoint in '.*foreign', found"):
+        adopt_checkpoint(arena.lakehouse, arena.spec("r"), foreign_checkpoint(folder))
     assert arena.rows("r", CheckpointRow) == []
 
 
-def test_shards_of_ranks_begin_a_run(arena: Arena) -> None:
-    """What torch's own writer saved with 2 ranks under FSDP2 is trained by 1."""
-    arena.table()
-    folder, program = arena.home / "foreign", arena.home / "save.py"
-    program.write_text(SAVE_SHARDS)
-    saved = run_program(2, str(program), str(folder))
-    assert not any(saved.codes), saved.stderr
-    assert len(list(folder.glob("shard-*.safetensors"))) == 2
-    spec = arena.spec("r", world_size=1, passes=1)
-    adopt_checkpoint(arena.lakehouse, spec, foreign_checkpoint(folder))
-    start, optimizer = begin(arena, spec)
-    weights = torch.load(folder / "whole.pt", weights_only=True)
-    assert all(torch.equal(start[name], weights[name]) for name in weights)
-    assert [state["step"] for state in optimizer["state"].values()] == [3, 3]
-    assert audit_run(arena.lakehouse, "r").exact
-
-
-def test_a_dcp_checkpoint_begins_a_run(arena: Arena) -> None:
+def test_a_dcp_checkpoint_begins_a_run(arena: Arena, here: Command) -> None:
     """Weights and optimizer come from the foreign checkpoint, all rows are consumed after it, and the ledger has its origin."""
-    arena.table()
+    arena.table(appends=(320,))
     spec = arena.spec("r", world_size=1, passes=1)
     weights = layout_folder(arena.home / "foreign", "dcp")
     checkpoint_id = adopt_checkpoint(arena.lakehouse, spec, foreign_checkpoint(arena.home / "foreign"))
@@ -322,11 +274,11 @@ def test_a_dcp_checkpoint_begins_a_run(arena: Arena) -> None:
     assert all(torch.equal(start[name], weights[name]) for name in weights)
     assert [state["step"] for state in optimizer["state"].values()] == [3, 3]
     assert audit_run(arena.lakehouse, "r").exact
-    assert [row.step for row in arena.lineage("r")] == [0, 10, 20, 30, 40, 50, 60, 63]
+    assert [row.step for row in arena.lineage("r")] == [0, 10]
     with open_audit(arena.lakehouse) as connection:
         said = connection.execute("SELECT step, adopted FROM lineage WHERE adopted IS NOT NULL").fetchall()
     assert said == [(0, str(arena.home / "foreign"))]
-    shown = dlac_command("audit", "r", home=arena.home)
+    shown = here("audit", "r", home=arena.home)
     assert "unknown: adopted from" in shown.stdout
     assert arena.lakehouse.own("recoveries").scan().to_arrow().num_rows == 0
 
@@ -362,7 +314,7 @@ def test_a_deepspeed_checkpoint_begins_a_run(arena: Arena) -> None:
 
 def test_what_is_no_checkpoint_is_refused(arena: Arena) -> None:
     """An empty folder, a missing tag, and one with code in it; no run begins."""
-    arena.table()
+    arena.table(appends=(320,))
     folder = arena.home / "foreign"
     (folder / "mine").mkdir(parents=True)
     with pytest.raises(SpecInvalid, match=r"<tag>/\*model_states.pt.*found \['mine'\]"):
@@ -383,7 +335,7 @@ def test_what_is_no_checkpoint_is_refused(arena: Arena) -> None:
 @pytest.mark.soak
 def test_first_attempt_without_checkpoint_is_kept(arena: Arena) -> None:
     """A claimed attempt may train on another node, whose lock is not visible here. A claim to adopt is continued."""
-    arena.table()
+    arena.table(appends=(320,))
     layout_folder(arena.home / "foreign", "dcp")
     foreign = foreign_checkpoint(arena.home / "foreign")
     training, begun = (arena.spec(run, world_size=1) for run in ("training", "begun"))

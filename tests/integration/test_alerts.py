@@ -11,18 +11,15 @@ from typing import Any
 import dagster as dg
 import pytest
 from dagster._core.events import DagsterEvent
-from dagster._core.execution.plan.objects import StepFailureData
 
-from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG, STEPPED_ASIDE_TAG
+from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG
 from dlac_pipeline.dagster.sensors import alerts
 from dlac_pipeline.dagster.sensors.alerts import Alert, AlertUnsent, dlac_alerts, send_by_settings
-from dlac_pipeline.dagster.sensors.recovery import RECOVERS_TAG
 from dlac_pipeline.dagster.settings import FILE
-from dlac_pipeline.dagster.training_runs import model_key, plan_key
-from dlac_pipeline.lakehouse.errors import RunBusy
+from dlac_pipeline.dagster.training_runs import model_key
 from jobs.definitions import defs
 from tests.conftest import Arena
-from tests.dagster_runs import dagster_run, project
+from tests.dagster_runs import dagster_run
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries warn of each other
 
@@ -90,24 +87,6 @@ def ended_well(instance: dg.DagsterInstance, run: dg.DagsterRun) -> None:
     instance.report_dagster_event(DagsterEvent(kind, run.job_name), run.run_id)
 
 
-def another_teams(instance: dg.DagsterInstance, *, dies: bool = False) -> None:
-    """A run of the same location that has nothing to do with DLAC; its check does not hold, and it may die of it."""
-
-    @dg.asset
-    def other_teams_table() -> None: ...
-
-    @dg.asset_check(asset=other_teams_table)
-    def fresh() -> dg.AssetCheckResult:
-        return dg.AssetCheckResult(passed=False, description="stale")
-
-    @dg.asset(deps=[other_teams_table])
-    def fragile() -> None:
-        if dies:
-            raise RuntimeError("theirs")
-
-    dg.materialize([other_teams_table, fresh, fragile], instance=instance, raise_on_error=False)
-
-
 def test_alerts_separate_recovery_from_human_work(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
     """A run that died is a warning, one that would die again an error. The command gets both as JSON, and again if it fails."""
     arena.table()
@@ -137,11 +116,9 @@ def test_alerts_separate_recovery_from_human_work(arena: Arena, home: Path, inst
 
 @pytest.mark.slow
 def test_failed_checks_of_our_runs_are_reported(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
-    """One alert for a run, with its worst severity, whether it ended well or failed; other teams' checks are theirs."""
+    """One alert for a run, with its worst severity, whether it ended well or failed."""
     pager = Pager()
     well, badly = (watched(instance, name, pager) for name in ("check_alerts", "failed_run_check_alerts"))
-    another_teams(instance)
-    another_teams(instance, dies=True)
     spec, warn = arena.spec("checked", world_size=1), dg.AssetCheckSeverity.WARN
     trained, died, rehearsed = dagster_run(instance, spec), dagster_run(instance, spec), begun(instance, "rehearse_job")
     evaluated(instance, trained, "no_missing_rows", passed=True)
@@ -166,6 +143,7 @@ def test_failed_checks_of_our_runs_are_reported(arena: Arena, home: Path, instan
     assert {alert.kind for alert in pager.taken} == {"check_failed"}
 
 
+@pytest.mark.slow
 def test_refused_alert_is_retried_in_order(
     arena: Arena, home: Path, instance: dg.DagsterInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,60 +170,3 @@ def test_refused_alert_is_retried_in_order(
     fails("last")
     watch.tick()
     assert pager.sent[2:] == [("gave_up", "last")]
-
-
-@pytest.mark.slow
-def test_materialized_training_is_reported(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
-    """*Materialize* in the UI launches the job of all assets; other assets of it, and other teams' runs, are skipped."""
-    pager = Pager()
-    watch = watched(instance, "failure_alerts", pager)
-    spec = arena.spec("materialized", world_size=1)
-    another_teams(instance, dies=True)
-    for key in (model_key(spec.run), plan_key(spec.run)):
-        instance.report_run_failed(dagster_run(instance, spec, key=key), message="it died")
-    instance.report_run_failed(begun(instance, "verify_job"), message="damage")
-    said = [str(watch.tick()) for _ in range(3)]
-    assert ["does not train" in each for each in said] == [False, True, False]
-    assert pager.sent == [("recovering", "materialized"), ("failed", "")]
-    refused = dagster_run(instance, spec, tags={NO_RECOVERY_TAG: "RunBusy"})  # a second *Materialize*
-    instance.report_run_failed(refused, message="another launch trains")
-    assert "there is no alert" in str(watch.tick())
-
-
-@pytest.mark.slow
-def test_death_beside_refusal_is_reported(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
-    """If one training run of a Dagster run was refused and another died, the alert names the dead run."""
-    pager = Pager()
-    watch = watched(instance, "failure_alerts", pager)
-    specs = [arena.spec(name, world_size=1) for name in ("refused", "dies")]
-    models = {model_key(spec.run) for spec in specs}
-    job = project(*specs).resolve_implicit_global_asset_job_def().get_subset(asset_selection=models)
-    tags = {NO_RECOVERY_TAG: RunBusy.__name__}
-    run = instance.create_run_for_job(
-        job, status=dg.DagsterRunStatus.STARTED, tags=tags, asset_selection=frozenset(models)
-    )
-    why = StepFailureData(None, None)  # type: ignore[no-untyped-call]  # a class without annotations
-    for spec in specs:
-        step = model_key(spec.run).to_python_identifier()
-        failure = DagsterEvent("STEP_FAILURE", run.job_name, step_key=step, event_specific_data=why)
-        instance.report_dagster_event(failure, run.run_id)
-    instance.report_run_failed(run, message="it died")
-    watch.tick()
-    [alert] = pager.taken
-    assert (alert.kind, alert.severity) == ("gave_up", "error")
-    assert "dies" in alert.run.split(", ")
-
-
-@pytest.mark.soak
-def test_inherited_tags_are_ignored(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
-    """No alert is sent about a run that stepped aside. One that a person starts again with its tags is reported as recovered."""
-    pager = Pager()
-    watch = watched(instance, "success_alerts", pager)
-    spec, tags = arena.spec("again", world_size=1), {STEPPED_ASIDE_TAG: "live", RECOVERS_TAG: "before"}
-    aside = dagster_run(instance, spec, tags=tags)
-    again = dagster_run(instance, spec, tags=tags, parent_run_id=aside.run_id, root_run_id=aside.run_id)
-    for run in (aside, again):
-        ended_well(instance, run)
-        watch.tick()
-    assert [(alert.kind, alert.dagster_run) for alert in pager.taken] == [("recovered", again.run_id)]
-    assert aside.run_id in pager.taken[0].message

@@ -146,12 +146,14 @@ def test_the_explanation_runs_in_a_plain_duckdb(workshop: Workshop, run: str) ->
     assert check_script_agrees(workshop.lakehouse, run).exact
 
 
+@pytest.mark.slow
 def test_the_legs_of_a_run_are_listed(opened: Opened) -> None:
     """`legs` names each leg with its first step and its batch, as the specs asked for them."""
     legs = sorted((leg["leg"], leg["start_step"], leg["per_batch"]) for leg in rows_of(opened("mixed"), "FROM legs"))
     assert legs == [(0, 0, 16), (1, 28, 32)]
 
 
+@pytest.mark.slow
 def test_rows_excluded_unread_are_not_live(workshop: Workshop, opened: Opened) -> None:
     """Of a pass that was entered, rows that were excluded before they were read are neither live nor missing."""
     passes = sorted(rows_of(opened("excluded"), "FROM passes"), key=lambda row: int(row["pass"]))

@@ -142,6 +142,7 @@ def test_every_contradiction_is_found(workshop: Workshop) -> None:
         assert any(part in problem for problem in found for part in expected.split("|")), (kind, expected, found)
 
 
+@pytest.mark.slow
 def test_repeated_row_of_followed_table_is_duplicated(workshop: Workshop) -> None:
     """Where each pass must be over other rows, a row that is consumed in three passes counts as duplicated twice."""
     report = workshop.audit_forged(leg_changed(0, of_source(0, follow="appends")), of=trained(workshop, "plain"))
@@ -166,6 +167,7 @@ def test_what_was_committed_at_any_checkpoint_is_exact(workshop: Workshop, kind:
     assert report.rows_pending > 0
 
 
+@pytest.mark.slow
 def test_falsely_empty_plan_is_no_pass(workshop: Workshop) -> None:
     """The units of its plan show whether a pass that was never entered had live rows."""
     run = trained(workshop, "emptied")
@@ -185,6 +187,7 @@ def test_falsely_empty_plan_is_no_pass(workshop: Workshop) -> None:
     assert "expected the run to finish after 2 passes of src.mt, found 1" in report.problems
 
 
+@pytest.mark.slow
 def test_slices_are_checked_in_several_legs(workshop: Workshop) -> None:
     """A cut that differs from the plan makes the run inexact, in any leg that reads it."""
     cut = changed(lambda row: row["slice"] == 1, base=0)

@@ -125,14 +125,6 @@ def test_every_contradiction_is_found(lake: Lake) -> None:
         assert any(expected in problem for problem in found), (expected, found)
 
 
-def test_wrong_slices_make_audit_inexact(lake: Lake) -> None:
-    """The report of one run has the sentence, and is not exact."""
-    slices, expected = SLICES[0]
-    report = lake.audit_forged(unchanged, slices=slices)
-    assert not report.exact
-    assert any(expected in problem for problem in report.problems)
-
-
 def test_a_missing_data_file_is_found(lake: Lake) -> None:
     """The audit reads the footers of the data files that were read, and names the missing file."""
     file = min((lake.home / "warehouse" / "src" / "t" / "data").glob("*.parquet"))

@@ -67,19 +67,6 @@ def test_pins_work_beside_busy_writers(lakehouse: Lakehouse, monkeypatch: pytest
     assert lakehouse.load("src.t").refs().keys() == {"main"}
 
 
-def test_writers_that_are_always_faster_are_blamed(lakehouse: Lakehouse, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error for a pin that can be neither taken nor released blames other writers, not an expiry."""
-    first, second = append(lakehouse), append(lakehouse)
-    pin(lakehouse, "src.t", first)
-    losing(monkeypatch, repeat(True))
-    for module in ("snapshots", "pins"):
-        monkeypatch.setattr(f"dlac_pipeline.lakehouse.iceberg.{module}.retrying", partial(retrying, 0.5))
-    with pytest.raises(PinLost, match="does not stay: somebody was faster"):
-        pin(lakehouse, "src.t", second)
-    with pytest.raises(PinLost, match="did not go away: somebody was faster"):
-        remove_pin(lakehouse, "src.t", first)
-
-
 def test_pin_removed_repeatedly_is_reported(lakehouse: Lakehouse, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tag that is gone at the next look is made again. If it is removed every time, the error reports it."""
     snapshot = append(lakehouse)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tarfile
 from pathlib import Path
 
+import pytest
 from pyiceberg.schema import Schema
 
 from catalog import PROFILE
@@ -56,6 +57,7 @@ def test_declared_tables_are_filled(tmp_path: Path) -> None:
     assert {name: properties[name] for name in TOKENS.properties} == TOKENS.properties
 
 
+@pytest.mark.slow
 def test_saved_queries_answer(tmp_path: Path, here: Command) -> None:
     """Each only reads. An exact lakehouse has no problem, and a row for every other question. `dlac sql @FILE` runs one."""
     with tarfile.open(_ROOT / "tests" / "lakehouses" / "format-1.tar.xz") as archive:

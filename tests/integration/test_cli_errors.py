@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 
 import dlac_pipeline as dlac
-from dlac_pipeline.audit.audit import audit_run
-from dlac_pipeline.audit.table import audit_table
 from dlac_pipeline.extensions.registration.new_project import scaffold_job
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import CatalogMisconfigured, CatalogUnreachable
@@ -34,12 +29,8 @@ _READS = (
     ("table", "pins"),
     ("sql", "FROM checkpoints"),
     ("ledger", "upkeep"),
-    ("checkpoint", "verify", "r"),
     ("checkpoint", "retire", "r"),
-    ("recover", "r"),
     ("rehearse", "r"),
-    ("checkpoint", "export", "r", "w.safetensors"),
-    ("checkpoint", "tag", "r", "best"),
 )
 
 
@@ -57,7 +48,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
         yield arena
 
 
-@pytest.mark.parametrize("arguments", [each for each in _READS if each[0] != "recover"])
+@pytest.mark.parametrize("arguments", _READS)
 def test_looking_makes_nothing(tmp_path: Path, here: Command, arguments: tuple[str, ...]) -> None:
     """With addresses from a job spec too, the error reports that there is no lakehouse, and names the command that makes one."""
     spec = tmp_path / "typo.toml"
@@ -69,25 +60,18 @@ def test_looking_makes_nothing(tmp_path: Path, here: Command, arguments: tuple[s
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut off"])
-@pytest.mark.parametrize(
-    ("table", "commands"),
-    [("consumption", _READS[:3] + _READS[4:7]), ("plans", [("sql", "FROM plans")])],
-    ids=["consumption", "plans"],
-)
-def test_lost_metadata_is_named(
-    tmp_path: Path, here: Command, table: str, commands: list[tuple[str, ...]], damage: str
-) -> None:
-    """Every command that reads the table names the table, the file and a remedy."""
+def test_lost_metadata_is_named(tmp_path: Path, here: Command, damage: str) -> None:
+    """Every command that reads the ledger names the table, the file and a remedy."""
     lakehouse = connect(LakehouseConfig().at_home(tmp_path))
-    path = Path(lakehouse.own(table).metadata_location.removeprefix("file://"))
+    path = Path(lakehouse.own("consumption").metadata_location.removeprefix("file://"))
     content = path.read_bytes()
     path.unlink()
     if damage == "cut off":
         path.write_bytes(content[:100])
-    for arguments in commands:
+    for arguments in _READS[:3] + _READS[4:7]:
         refused = here(*arguments, home=tmp_path)
         assert refused.returncode == 69, (arguments, refused.stderr)
-        assert all(part in refused.stderr for part in ("MetadataLost", f"dlac.{table}", "restore")), arguments
+        assert all(part in refused.stderr for part in ("MetadataLost", "dlac.consumption", "restore")), arguments
 
 
 @pytest.mark.parametrize(
@@ -121,10 +105,7 @@ def test_locked_catalog_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFix
         ("status", "r", "--json"),
         ("status", "r", "--json", "--watch"),
         ("audit", "r", "--json"),
-        ("incidents", "--json"),
-        ("checkpoint", "list", "r", "--json"),
         ("sql", "SELECT 'nan'::DOUBLE AS a, ['inf'::FLOAT] AS b", "--json"),
-        ("table", "pins", "--json"),
     ],
 )
 def test_json_is_strict(trained: Arena, here: Command, arguments: tuple[str, ...]) -> None:
@@ -153,27 +134,16 @@ def test_unexpected_exception_is_one_line(tmp_path: Path, monkeypatch: pytest.Mo
     assert log.stat().st_mode & 0o077 == 0
 
 
-def test_markup_in_adopted_path_is_shown(trained: Arena) -> None:
-    """The provenance of an adopted run is shown as it is, whatever its folder is called."""
-    report = audit_run(trained.lakehouse, "r")
-    console = Console(width=300, record=True, file=io.StringIO())
-    for name in ("/x[/b]", "/x[red]trusted", "[link=http://x]y"):
-        console.print(audit_table(replace(report, adopted_from=name)))
-        assert f"adopted from {name}" in console.export_text()
-
-
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.soak), signal.SIGPIPE])
-def test_leaving_early_is_quiet(trained: Arena, number: signal.Signals) -> None:
-    """Ctrl-C, and a reader such as `head` that has gone, print nothing."""
-    command = [str(Path(sys.executable).parent / "dlac"), "status", "r", "--home", str(trained.home)]
-    command = [*command[:1], "sql", "FROM range(200000)", "--json", *command[3:]]
+@pytest.mark.slow
+def test_leaving_early_is_quiet(trained: Arena) -> None:
+    """A reader such as `head` that has gone prints nothing."""
+    program = str(Path(sys.executable).parent / "dlac")
+    command = [program, "sql", "FROM range(200000)", "--json", "--home", str(trained.home)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.read(1)
-        if number == signal.SIGINT:
-            process.send_signal(number)
         process.stdout.close()
         said = process.stderr.read()
     assert said == b""
-    assert process.returncode in (0, 128 + number, 128 + signal.SIGPIPE)  # 0: all was in the pipe by then
+    assert process.returncode in (0, 128 + signal.SIGPIPE)  # 0: all was in the pipe by then

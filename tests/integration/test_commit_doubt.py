@@ -158,17 +158,6 @@ def test_a_recovery_in_doubt_is_written_once(
     assert recoveries_of(arena.lakehouse, RUN) == [recovery]
 
 
-def test_without_the_guard_a_replay_destroys_the_table(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the guard is for: plain pyiceberg deletes the landed snapshot's manifests. If this fails, the guard may go."""
-    config = arena.lakehouse.config
-    plain = Lakehouse(config, SqlCatalog(config.catalog_name, **config.catalog_properties()))
-    once(monkeypatch, replayed)
-    with pytest.raises(CommitFailedException):
-        claim(Ledger(plain), RUN, nonce="n1", replaces=0)
-    with pytest.raises(FileNotFoundError):
-        check_readable(plain)
-
-
 def test_an_append_between_read_and_commit_is_noticed(ledger: Ledger) -> None:
     """Another run's append in between makes the loop look at the table again; what was decided stands, and both are recorded."""
     other = Ledger(connect(ledger.lakehouse.config))

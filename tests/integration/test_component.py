@@ -16,15 +16,13 @@ from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.dagster import IcebergTable, Recovery, TrainingRun
 from dlac_pipeline.dagster import training_runs as training_runs_module
 from dlac_pipeline.dagster.assets import training
-from dlac_pipeline.dagster.components.training_run import build_runs_job, build_runs_of
+from dlac_pipeline.dagster.components.training_run import build_runs_of
 from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG, RUN_TAG
-from dlac_pipeline.dagster.sensors import recovery
-from dlac_pipeline.dagster.sensors.alerts import Alert, dlac_alerts
-from dlac_pipeline.dagster.sensors.recovery import RECOVERS_TAG, RecoveryDeferred, build_recovery_sensors
+from dlac_pipeline.dagster.sensors.recovery import RECOVERS_TAG, RecoveryDeferred
 from dlac_pipeline.dagster.training_runs import RUNS_JOB, model_key, names_of_training, plan_key
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from tests.conftest import Arena
-from tests.dagster_runs import dagster_run, fork_supervisors, recovery_requested
+from tests.dagster_runs import fork_supervisors, recovery_requested
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries warn of each other
 CHECKS = {"no_duplicate_rows", "no_missing_rows", "consumption_exact", "checkpoint_restorable"}
@@ -74,7 +72,7 @@ def tick(instance: dg.DagsterInstance, defs: dg.Definitions, event: DagsterEvent
 @pytest.mark.slow
 def test_two_runs_are_two_assets(arena: Arena, instance: dg.DagsterInstance) -> None:
     """Each run has a plan, a model, checks and a history. The plan depends on the asset of the source table."""
-    arena.table()
+    arena.table(appends=(64,))
     defs = project(arena, "one", "two")
     graph = defs.get_repository_def().asset_graph
     keys = {dg.AssetKey(["src", "t"]), *(make(run) for make in (plan_key, model_key) for run in ("one", "two"))}
@@ -98,53 +96,9 @@ def test_two_runs_are_two_assets(arena: Arena, instance: dg.DagsterInstance) -> 
     assert audit_run(arena.lakehouse, "one").exact
 
 
-@pytest.mark.slow
-def test_launch_overrides_settings_of_file(arena: Arena, instance: dg.DagsterInstance) -> None:
-    """The configuration names them as the job file does. Another filter makes another plan, beside that of the job file."""
-    arena.table()
-    job = project(arena, "changed").resolve_implicit_global_asset_job_def()
-    subset = job.get_subset(asset_selection={plan_key("changed"), model_key("changed")})
-
-    def launched(overrides: dict[str, Any]) -> dg.ExecuteInProcessResult:
-        config = {"ops": {"models__changed": {"config": {"overrides": overrides}}}}
-        return subset.execute_in_process(instance=instance, run_config=config, raise_on_error=False)
-
-    for wrong, message in (
-        ({"order.batch": 16}, "did you mean 'batch_size'"),
-        ({"run": "another"}, "overrides of other settings than run and lakehouse"),
-    ):
-        [failure] = launched(wrong).get_step_failure_events()
-        assert message in str(failure.event_specific_data)
-    assert launched({"order.batch_size": 80, "source.row_filter": "row_id < 1000"}).success
-    assert [row.step for row in arena.lineage("changed")][-1] == -(-1000 // 80)
-    assert audit_run(arena.lakehouse, "changed").rows_consumed == 1000
-
-
-@pytest.mark.slow
-def test_second_launch_is_refused(arena: Arena, instance: dg.DagsterInstance) -> None:
-    """*Materialize* of a run that another Dagster run trains fails, and names that one. `takeover` and a recovery train."""
-    arena.table()
-    first = dagster_run(instance, arena.spec("busy"))
-    job = project(arena, "busy").resolve_implicit_global_asset_job_def()
-
-    def launched(**config: Any) -> dg.ExecuteInProcessResult:
-        return job.get_subset(asset_selection={model_key("busy")}).execute_in_process(
-            instance=instance, run_config={"ops": {"models__busy": {"config": config}}}, raise_on_error=False
-        )
-
-    refused = launched()
-    assert not refused.success
-    assert f"Dagster run {first.run_id} trains 'busy'" in str(refused.get_step_failure_events()[0].event_specific_data)
-    run = instance.get_run_by_id(refused.run_id)
-    assert run is not None
-    assert (run.tags[NO_RECOVERY_TAG], run.tags[RUN_TAG]) == ("RunBusy", "busy")
-    assert launched(takeover=True).success
-    assert launched(noticed_by="recovery_sensor").success
-
-
 def test_dead_run_is_recovered_with_overrides(arena: Arena, instance: dg.DagsterInstance) -> None:
     """A Dagster run that dies is resumed by the job on training runs, as it was launched. Plans alone train nothing."""
-    arena.table()
+    arena.table(appends=(320,))
     defs = project(arena, "dead", "other")
     overrides = {"checkpoint.every_steps": 5}
     dead = begun(
@@ -176,7 +130,7 @@ def test_dead_run_is_recovered_with_overrides(arena: Arena, instance: dg.Dagster
 @pytest.mark.slow
 def test_new_job_file_defers_recovery(arena: Arena, instance: dg.DagsterInstance) -> None:
     """A sensor whose code location was loaded before the job file was written waits until it is loaded again."""
-    arena.table()
+    arena.table(appends=(64,))
     defs = project(arena, "new")
     dead = begun(instance, defs, model_key("new"))
     event = instance.report_run_failed(dead, message="it died")
@@ -188,31 +142,9 @@ def test_new_job_file_defers_recovery(arena: Arena, instance: dg.DagsterInstance
     assert request.asset_selection == [model_key("new")]
 
 
-@pytest.mark.slow
-def test_missing_definition_is_reported(arena: Arena, instance: dg.DagsterInstance) -> None:
-    """After two minutes the sensor skips a run that no definition names. The run's page and an alert report it."""
-    arena.table()
-    dead = dagster_run(instance, arena.spec("removed"))
-    arena.monkeypatch.setattr(training_runs_module, "defined_runs", {})
-    arena.monkeypatch.setattr(recovery, "LOADED_WITHIN_S", 0.0)
-    event = instance.report_run_failed(dead, message="it died")
-    alerts: list[Alert] = []
-    alert_sensor, *_ = dlac_alerts(lambda alert, _: alerts.append(alert))
-    answers = []
-    for sensor in (build_recovery_sensors(build_runs_job())[0], alert_sensor):
-        answer: Any = sensor(dg.build_run_status_sensor_context(sensor.name, event, instance, dead))
-        assert isinstance(answer, dg.SkipReason)
-        answers.append(answer)
-    logged = instance.all_logs(dead.run_id, of_type=dg.DagsterEventType.ENGINE_EVENT)
-    [note] = [each.dagster_event.message for each in logged if each.dagster_event]
-    assert note == f"Not recovered: {answers[0].skip_message}"
-    assert [(alert.kind, alert.severity, alert.run) for alert in alerts] == [("gave_up", "error", "removed")]
-    assert "removed is not defined" in alerts[0].message
-
-
 def test_broken_job_file_is_not_recovered(arena: Arena, instance: dg.DagsterInstance) -> None:
     """A request that cannot be launched would be repeated at every tick."""
-    arena.table()
+    arena.table(appends=(64,))
     defs = project(arena, "broken")
     dead = begun(instance, defs, model_key("broken"))
     (arena.home / "broken.yaml").write_text("run: broken")
@@ -220,17 +152,6 @@ def test_broken_job_file_is_not_recovered(arena: Arena, instance: dg.DagsterInst
     skipped = recovery_requested(instance, dead)
     assert isinstance(skipped, dg.SkipReason)
     assert "cannot be launched again" in str(skipped.skip_message)
-
-
-@pytest.mark.slow
-def test_overrides_do_not_stay(arena: Arena) -> None:
-    """Settings in defs.yaml are the same after a launch that overrode some of them."""
-    raw = arena.spec("inline", world_size=1).model_dump(mode="json", exclude_none=True)
-    arena.monkeypatch.setenv("DLAC_HOME", str(arena.home))
-    TrainingRun(spec=raw).build_in(arena.home)
-    read_spec = training_runs_module.defined_runs["inline"].read_spec
-    assert read_spec({"order.seed": 9}).order.seed == 9
-    assert read_spec({}).order.seed == 3
 
 
 def test_folder_leaves_out_conflicting_files(arena: Arena) -> None:
@@ -250,7 +171,7 @@ def test_folder_leaves_out_conflicting_files(arena: Arena) -> None:
 
 def test_innocent_run_is_recovered(arena: Arena, instance: dg.DagsterInstance) -> None:
     """Of three runs of a dead Dagster run one was trained, and one failed for good. The third is recovered."""
-    arena.table()
+    arena.table(appends=(64,))
     names = ("trained", "guilty", "innocent")
     defs = project(arena, *names)
     dead = begun(instance, defs, *map(model_key, names))

@@ -11,10 +11,8 @@ import yaml
 
 from dlac_pipeline.dagster import Recovery, TrainingRun, training_runs
 from dlac_pipeline.dagster.components.training_run import build_runs_of
-from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG, PREEMPTED_TAG, RUN_TAG, STEPPED_ASIDE_TAG
-from dlac_pipeline.dagster.sensors import continual
+from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG, RUN_TAG
 from dlac_pipeline.dagster.training_runs import model_key, plan_key
-from dlac_pipeline.extensions.branches.rewind import rewind_run
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.liveness.run_lock import run_lock
@@ -112,6 +110,7 @@ def test_live_manual_launch_is_left_alone(arena: Arena, home: Path, instance: dg
     assert again.tags["dlac/due"] == asked_for.tags["dlac/due"]
 
 
+@pytest.mark.slow
 def test_the_snapshot_sensor_asks_once_for_each_snapshot(
     arena: Arena, home: Path, instance: dg.DagsterInstance
 ) -> None:
@@ -129,82 +128,23 @@ def test_the_snapshot_sensor_asks_once_for_each_snapshot(
     assert after != before
 
 
-@pytest.mark.soak
-def test_rewound_run_trains_again(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
-    """Neither the Dagster run that ended well from that head before, nor the sensor's key, stands for the new branch."""
-    arena.table(appends=(64,))
-    spec = following(arena, "rewound", every_steps=1)
-    arena.train(spec)
-    arena.lakehouse.load("src.t").append(source_rows(64, 64))
-    [request] = scheduled(instance)
-    [key] = asked(instance)
-    dagster_run(instance, spec, dg.DagsterRunStatus.SUCCESS, tags={"dlac/due": request.tags["dlac/due"]})
-    assert "less than a batch" in scheduled(instance)
-    rewind_run(arena.lakehouse, spec.run, nonce="op", checkpoint_id=arena.head(spec.run), exclude=["row_id = 7"])
-    [again] = scheduled(instance)
-    assert again.tags["dlac/due"] != request.tags["dlac/due"]
-    [new_key] = asked(instance)
-    assert new_key != key
-
-
-ENDED_FOR_GOOD = {
-    "ended with ResumeMismatch": (dg.DagsterRunStatus.FAILURE, {NO_RECOVERY_TAG: "ResumeMismatch"}),
-    "was cancelled by a person": (dg.DagsterRunStatus.CANCELED, {}),
-    "NoProgress": (dg.DagsterRunStatus.FAILURE, {"dlac/head": "unknown", "dlac/recoveries_in_a_row": "3"}),
-}
-"""Reason in the schedule's message: the state and the tags of the Dagster run."""
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "why", [pytest.param(why, marks=[pytest.mark.soak] if at else []) for at, why in enumerate(ENDED_FOR_GOOD)]
-)
-def test_what_ended_for_good_waits_for_an_append(
-    arena: Arena, home: Path, instance: dg.DagsterInstance, why: str
-) -> None:
+def test_what_ended_for_good_waits_for_an_append(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
     """Neither schedule nor sensor asks again, although the run had trained on; the Dagster run and the way out are named."""
     arena.table(appends=(600,))
     spec = following(arena, "ends")
     [request] = scheduled(instance)
     arena.train(spec, until=15)
-    status, tags = ENDED_FOR_GOOD[why]
-    if "dlac/head" in tags:
-        tags = {**tags, "dlac/head": str(arena.head(spec.run))}
-    ended = dagster_run(instance, spec, status, tags={**request.tags, **tags})
+    tags = {**request.tags, NO_RECOVERY_TAG: "ResumeMismatch"}
+    ended = dagster_run(instance, spec, dg.DagsterRunStatus.FAILURE, tags=tags)
     said = scheduled(instance)
     assert said.startswith(f"ends: it was left at step 10, but Dagster run {ended.run_id} ")
-    assert why in said
+    assert "ended with ResumeMismatch" in said
     assert "it continues when something is appended" in said
     assert asked(instance) == said
     arena.lakehouse.load("src.t").append(source_rows(2000, 100))
     [again] = scheduled(instance)
     assert again.tags["dlac/due"] != request.tags["dlac/due"]
-
-
-@pytest.mark.slow
-def test_failed_recovery_counts_for_its_run(
-    arena: Arena, home: Path, instance: dg.DagsterInstance, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Recoveries do not carry the due snapshots, and one that stepped aside is ignored. A healing run is requested as before."""
-    monkeypatch.setattr(continual, "RUNS_PER_PAGE", 2)
-    arena.table(appends=(600,))
-    spec = following(arena, "recovers")
-    [request] = scheduled(instance)
-    dagster_run(instance, spec, dg.DagsterRunStatus.FAILURE, tags=request.tags)
-    [again] = scheduled(instance)
-    assert again.tags == request.tags
-    for _ in range(4):
-        dagster_run(instance, spec, dg.DagsterRunStatus.FAILURE)
-    arena.train(spec, until=15)
-    gave_up = dagster_run(instance, spec, dg.DagsterRunStatus.FAILURE, tags={NO_RECOVERY_TAG: "NoSuchColumn"})
-    dagster_run(instance, spec, dg.DagsterRunStatus.SUCCESS, tags={STEPPED_ASIDE_TAG: "Fenced"})
-    assert f"Dagster run {gave_up.run_id} ended with NoSuchColumn" in scheduled(instance)
-    preempted = dagster_run(instance, spec, dg.DagsterRunStatus.CANCELED, tags={PREEMPTED_TAG: "SIGTERM"})
-    assert [one.tags[RUN_TAG] for one in scheduled(instance)] == ["recovers"]
-    instance.delete_run(preempted.run_id)
-    assert "NoSuchColumn" in scheduled(instance)
-    dagster_run(instance, spec, dg.DagsterRunStatus.SUCCESS)  # a person materialized the model
-    assert [one.tags[RUN_TAG] for one in scheduled(instance)] == ["recovers"]
 
 
 @pytest.mark.slow

@@ -15,16 +15,7 @@ from tests.integration.datasets import Datasets, seen
 accelerate: Any = pytest.importorskip("accelerate")
 
 
-def test_accelerate_loop_trains_on_rows_alone(datasets: Datasets) -> None:
-    """A prepared loader, the dataset's own or a plain one, delivers the rows and nothing beside them."""
-    accelerator = accelerate.Accelerator(cpu=True)
-    for own in (True, False):
-        dataset = datasets.open(passes=1, row_filter="row_id < 237")
-        loader = dataset.loader() if own else DataLoader(dataset, batch_size=None)
-        found = [row for batch in accelerator.prepare(loader) for row in batch["row_id"].tolist()]
-        assert sorted(found) == list(range(237))
-
-
+@pytest.mark.slow
 def test_accelerate_leaves_the_loader_as_it_is(datasets: Datasets, tmp_path: Path) -> None:
     """Prepared with model and optimizer, saved and loaded with Accelerate's own state: exact."""
     accelerator = accelerate.Accelerator(cpu=True)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -26,8 +25,6 @@ def test_settings_are_checked(datasets: Datasets, tmp_path: Path) -> None:
         ("batch_size 8 is not a multiple of key_groups 3", lambda: datasets.open(key_groups=3)),
         ("found both: \\['table'\\]", lambda: open_dataset(path, table="src.a")),
         ("found rank 2 of 2", lambda: datasets.open(rank=2, world_size=2)),
-        ("found rank 0 of 3", lambda: datasets.open(rank=0, world_size=3)),
-        ("beside end_token, found end_token '</s>' without one", lambda: datasets.open(end_token="</s>")),
         ("beside begin_token, .*'<s>'.* the number of the token", lambda: datasets.open("packed", begin_token="<s>")),
         ('found "appends"', lambda: datasets.open(follow="appends")),
         ("of other names than 'dlac'", lambda: next(iter(datasets.open(transform="named")))),
@@ -87,14 +84,6 @@ def test_shared_readers_name_their_share(datasets: Datasets, monkeypatch: pytest
     with pytest.raises(SpecInvalid, match=r"pass rank=1 and world_size=2"):
         datasets.open("rows")
     assert datasets.open("rows", rank=1, world_size=2).coordinate == DataCoordinate(1, 2)
-
-
-@pytest.mark.parametrize("kind", [np.int64, np.uint8, torch.tensor])
-def test_integers_of_libraries_are_ranks(datasets: Datasets, kind: Callable[[int], Any]) -> None:
-    """Rank and world size may come from NumPy or PyTorch: they become Python's integers, as states need them."""
-    dataset = datasets.open(rank=kind(1), world_size=kind(2))
-    assert (type(dataset.coordinate.index), type(dataset.coordinate.count)) == (int, int)
-    assert next(iter(dataset))["row_id"].tolist() == datasets.whole("rows")[0]["row_id"][4:]
 
 
 def test_a_rank_alone_counts_for_itself(datasets: Datasets) -> None:

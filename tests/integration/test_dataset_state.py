@@ -62,7 +62,7 @@ def test_state_is_equal_for_every_loader(datasets: Datasets, kind: str) -> None:
 def test_resuming_gives_what_was_not_consumed(datasets: Datasets, kind: str) -> None:
     """From any state, in the first pass or a later one, the rest follows; resuming twice gives the same."""
     whole = datasets.whole(kind)
-    for cut in (0, len(whole) // 2 + 1, len(whole)):
+    for cut in (len(whole) // 2 + 1, len(whole)):
         dataset = datasets.open(kind)
         for _ in islice(dataset.loader(num_workers=2), cut):
             pass
@@ -80,11 +80,9 @@ def test_resuming_gives_what_was_not_consumed(datasets: Datasets, kind: str) -> 
 @pytest.mark.parametrize(
     ("kind", "workers"),
     [
-        ("rows", 2),
-        *(
-            pytest.param(*case, marks=pytest.mark.soak)
-            for case in (("rows", 0), ("rows", 3), ("packed", 1), ("packed", 2), ("mixed", 3))
-        ),
+        pytest.param("rows", 2, marks=pytest.mark.slow),
+        pytest.param("packed", 1, marks=pytest.mark.soak),
+        pytest.param("mixed", 3, marks=pytest.mark.soak),
     ],
 )
 def test_stateful_loader_resumes_by_its_state(datasets: Datasets, kind: str, workers: int) -> None:
@@ -129,12 +127,11 @@ def ranks(datasets: Datasets, kind: str, world_size: int, steps: int, state: Any
 @pytest.mark.parametrize(
     ("kind", "sizes"),
     [
-        ("rows", (4, 8, 2)),
         ("mixed", (4, 8, 2)),
         *(
             pytest.param(kind, sizes, marks=pytest.mark.soak)
             for kind, sizes in product(KINDS, ((4, 8, 2), (1, 2, 4), (8, 1)))
-            if (kind, sizes) not in (("rows", (4, 8, 2)), ("mixed", (4, 8, 2)))
+            if (kind, sizes) != ("mixed", (4, 8, 2))
         ),
     ],
 )
@@ -152,12 +149,8 @@ def test_a_state_loads_at_another_world_size(datasets: Datasets, kind: str, size
 CHANGES: dict[str, dict[str, Any]] = {
     "table_uuid": {"table": "src.b"},
     "seed": {"seed": 5},
-    "batch_size": {"batch_size": 16},
     "key_groups": {"key_groups": 8},
-    "columns": {"columns": ["tokens"]},
     "row_filter": {"row_filter": "row_id > 3"},
-    "passes": {"passes": 3},
-    "shuffle": {"shuffle": False},
 }
 
 
@@ -188,27 +181,15 @@ def test_state_of_version_1_loads(datasets: Datasets, kind: str) -> None:
     assert seen(datasets.open(kind, state=merge_states([old]), last_batch="pad"))[0] == whole[4]
 
 
-def test_other_data_is_no_state(datasets: Datasets, tmp_path: Path) -> None:
-    """A mapping of something else, or a file with other JSON, is refused as what it is."""
-    path, loader = tmp_path / "state.json", {"_snapshot": {"_snapshot_step": 3}}
-    for content in ({}, loader, [1, 2], 7):
-        path.write_text(json.dumps(content))
-        for state in (path, content) if isinstance(content, dict) else (path,):
-            with pytest.raises(SpecInvalid, match=r"expected what a dataset's state_dict\(\) returned"):
-                datasets.open(state=state)
-
-
 def without(state: dict[str, Any], key: str) -> dict[str, Any]:
     """A state that lacks a key."""
     return {name: value for name, value in state.items() if name != key}
 
 
 @pytest.mark.parametrize("kind", ["rows", "packed"])
-@pytest.mark.parametrize("version", [1, 2])
-def test_state_without_a_key_is_refused(datasets: Datasets, kind: str, version: int) -> None:
+def test_state_without_a_key_is_refused(datasets: Datasets, kind: str) -> None:
     """Each key of a state is needed, and the message names the missing key."""
     state = datasets.open(kind).state_dict()
-    state = state if version == 2 else as_version_1(state)
     for key in without(state, "format_version"):
         with pytest.raises(ResumeMismatch, match=rf"dataset's state with \['{key}'\]"):
             datasets.open(kind, state=without(state, key))
@@ -230,25 +211,7 @@ def test_altered_position_is_refused(datasets: Datasets, kind: str) -> None:
     assert dataset.step == 1
 
 
-STEPS = [10**9, 76, -1, 2.0, "3", None, True]
-ODD_CURSORS = [[9, 0, 0, 0], [0, 10**6, 0, 0], [0, 0, 10**9, 0], [0, 0, -1, 0], [0, 0, 1], [0, 0, "1", 0]]
-CURSORS: list[Any] = [
-    *({"0": [cursor]} for cursor in ODD_CURSORS),
-    {"0": []},
-    *({group: [[0, 0, 0, 0]]} for group in "9x"),
-    None,
-]
-
-
-def test_impossible_step_is_refused(datasets: Datasets) -> None:
-    """Without a digest to look at (version 1) a step outside the leg is named, with the steps that there are."""
-    old = as_version_1(datasets.open().state_dict())
-    for step in STEPS:
-        with pytest.raises(ResumeMismatch, match=rf"a step of 0 to 75, found {step!r}"):
-            datasets.open(state={**old, "step": step})
-    packed = as_version_1(datasets.open("packed", steps=5).state_dict())
-    with pytest.raises(ResumeMismatch, match="a step of 0 to 5, found 6"):
-        datasets.open("packed", steps=5, state={**packed, "step": 6})
+CURSORS: list[Any] = [{"0": [[0, 0, 10**9, 0]]}, {"0": [[0, 0, "1", 0]]}, {"0": []}, {"9": [[0, 0, 0, 0]]}, None]
 
 
 def test_impossible_cursors_are_refused(datasets: Datasets) -> None:
@@ -264,12 +227,14 @@ def test_impossible_cursors_are_refused(datasets: Datasets) -> None:
 
 
 def test_damaged_state_is_refused(datasets: Datasets) -> None:
-    """An altered leg, a newer version, another rank's cursors, and parts that do not belong together."""
+    """An altered leg or step, a newer version, another rank's cursors, and parts that do not belong together."""
     state = datasets.open().state_dict()
     wrong: list[tuple[type[DlacError], str, Callable[[], Any]]] = [
         (FormatTooNew, "version 3", lambda: datasets.open(state={**state, "format_version": 3})),
         (ResumeMismatch, "altered", lambda: datasets.open(state={**state, "leg": {**state["leg"], "digest": "0"}})),
         (SpecInvalid, "found .*No such file", lambda: datasets.open(state=datasets.home / "none.json")),
+        (SpecInvalid, r"a dataset's state_dict\(\) returned", lambda: datasets.open(state={"_snapshot": {}})),
+        (ResumeMismatch, "a step of 0 to 75", lambda: datasets.open(state={**as_version_1(state), "step": 76})),
         (ResumeMismatch, "one step and leg", lambda: merge_states([state, {**as_version_1(state), "step": 3}])),
         (ResumeMismatch, "one step and leg", lambda: merge_states([])),
     ]

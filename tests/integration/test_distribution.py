@@ -10,13 +10,11 @@ import sysconfig
 import venv
 import zipfile
 from contextlib import closing
-from importlib.metadata import entry_points
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from dagster import Component
 
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.lakehouse.config import LakehouseConfig
@@ -99,13 +97,6 @@ def test_quickstart_stays_short() -> None:
     assert files["make_points.py"].count("\n") < 20
 
 
-@pytest.mark.slow
-def test_registered_module_has_components() -> None:
-    """The entry point by which `dg` finds components names a module that has ours."""
-    [found] = [each for each in entry_points(group="dagster_dg_cli.registry_modules") if each.name == "dlac_pipeline"]
-    assert issubclass(found.load().TrainingRun, Component)
-
-
 @pytest.mark.soak
 def test_dg_scaffolds_and_checks_run(tmp_path: Path) -> None:
     """`dg` lists the components, writes the files of another run, and names a wrong attribute with its line."""
@@ -124,13 +115,3 @@ def test_dg_scaffolds_and_checks_run(tmp_path: Path) -> None:
     wrong = run(project, dg, "check", "yaml")
     assert wrong.returncode != 0
     assert "'spec_fil' was unexpected" in wrong.stdout + wrong.stderr
-
-
-@pytest.mark.slow
-def test_own_workspace_is_valid_anywhere(tmp_path: Path) -> None:
-    """This repository's definitions load from a working directory whose modules have the same names."""
-    (tmp_path / "jobs").mkdir()
-    (tmp_path / "jobs" / "__init__.py").write_text("raise AssertionError('another project')")
-    command = (sys.executable, "-m", "dagster", "definitions", "validate", "-w", _ROOT / "workspace.yaml")
-    done = run(tmp_path, *command)
-    assert done.returncode == 0, done.stdout + done.stderr

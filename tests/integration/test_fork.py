@@ -7,8 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +23,10 @@ from dlac_pipeline.extensions.erasure.explain import explain_sql
 from dlac_pipeline.extensions.exchange.fork import fork_run
 from dlac_pipeline.extensions.kept_checkpoints.listing import verify_checkpoints
 from dlac_pipeline.extensions.kept_checkpoints.tags import name_checkpoint
-from dlac_pipeline.lakehouse.errors import CheckpointDamaged, NoSuchCheckpoint, NoSuchRun, SpecInvalid, StoreUnavailable
-from dlac_pipeline.lakehouse.iceberg.connect import connect
+from dlac_pipeline.lakehouse.errors import CheckpointDamaged, NoSuchCheckpoint, NoSuchRun, SpecInvalid
 from dlac_pipeline.lakehouse.ledger.commits import names_of
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, CheckpointRow, ClaimRow, NameRow, RetireRow
-from dlac_pipeline.lakehouse.store_files import StoreFiles
 from dlac_pipeline.spec.job_spec import JobSpec
 from tests.conftest import Arena, wait_until
 from tests.fixtures import Command
@@ -143,9 +139,9 @@ def rows_seen(arena: Arena, connection: duckdb.DuckDBPyConnection, macro: str, t
 
 def test_forks_that_cannot_be_are_refused(arena: Arena) -> None:
     """A retired step, a name that is taken, a parent that is none, or a damaged one: no run begins, nothing is held."""
-    arena.table(appends=(500, 500))
-    arena.train(arena.spec("a", world_size=1, passes=1, keep_last=2))
-    arena.train(arena.spec("b", world_size=1, passes=1), until=5)  # claimed, and without a checkpoint
+    arena.table(appends=(128,))
+    arena.train(arena.spec("a", world_size=1, passes=1, every_steps=1, keep_last=2))
+    arena.train(arena.spec("b", world_size=1, passes=1), until=3)  # claimed, and without a checkpoint
     new = arena.spec("new", world_size=1, passes=1)
     before = arena.rows("a")
 
@@ -158,17 +154,17 @@ def test_forks_that_cannot_be_are_refused(arena: Arena) -> None:
         assert arena.rows("new", CheckpointRow) == []
         assert names(arena, "a") == []
 
-    refused(NoSuchCheckpoint, r"at step 10 that is kept, found those of steps \[30, 32\]", new, "a", step=10)
+    refused(NoSuchCheckpoint, r"at step 1 that is kept, found those of steps \[3, 4\]", new, "a", step=1)
     refused(NoSuchRun, "expected a run named 'nobody'", new, "nobody")
     refused(SpecInvalid, "no run named 'b' yet, found one with 0 checkpoints", arena.spec("b", world_size=1), "a")
     refused(SpecInvalid, "no run named 'a' yet, found one with 4 checkpoints", arena.spec("a", world_size=1), "a")
     assert arena.rows("new") == []
-    file = folder_of(checkpoint_at(arena, "a", 30).manifest_uri) / "torch-state.pt"
+    file = folder_of(checkpoint_at(arena, "a", 3).manifest_uri) / "torch-state.pt"
     content = file.read_bytes()
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    refused(CheckpointDamaged, "to have digest", new, "a", step=30)
+    refused(CheckpointDamaged, "to have digest", new, "a", step=3)
     file.unlink()
-    refused(CheckpointDamaged, "found none", new, "a", step=30)
+    refused(CheckpointDamaged, "found none", new, "a", step=3)
     assert list((Path(new.checkpoint.store) / "new").glob("attempt-*/step-*")) == []
 
 
@@ -200,77 +196,4 @@ def test_a_killed_fork_can_be_done_again(arena: Arena) -> None:
         fork_run(arena.lakehouse, spec, "a", step=20)
     assert names(arena, "a") == []
     arena.train(spec)
-    assert audit_run(arena.lakehouse, "b").exact
-
-
-class SlowFiles(StoreFiles):
-    """A store that answers no read until it is released."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked, self.answers = threading.Event(), threading.Event()
-
-    def read(self, address: str) -> bytes:
-        """Wait, then read."""
-        self.asked.set()
-        assert self.answers.wait(60)
-        return super().read(address)
-
-
-class AwayInTheEnd(SlowFiles):
-    """The same, of a store that is away then."""
-
-    def read(self, address: str) -> bytes:
-        """Wait, then fail."""
-        super().read(address)
-        raise StoreUnavailable("away")
-
-
-@pytest.mark.soak
-def test_failed_fork_releases_own_hold(arena: Arena) -> None:
-    """A second fork to the same run continues the copy. Once that has begun, every hold for it is released."""
-    arena.table(appends=(500,))
-    arena.train(arena.spec("a", world_size=1, passes=1))
-    ledger, stores = Ledger(arena.lakehouse), [AwayInTheEnd(), SlowFiles()]
-    name_checkpoint(ledger, "a", "fork:b:dead", step=10)  # of one that was killed
-    name_checkpoint(ledger, "a", "fork:c:1234", step=10)  # of one to another run
-
-    def copy(number: int) -> object:
-        spec = arena.spec("b", world_size=1, passes=1, local=str(arena.home / f"host{number}"))
-        return fork_run(connect(arena.lakehouse.config), spec, "a", step=10, files=stores[number])
-
-    with ThreadPoolExecutor(2) as pool:
-        failing, lasting = pool.submit(copy, 0), pool.submit(copy, 1)
-        assert all(store.asked.wait(60) for store in stores)
-        assert len(names(arena, "a")) == 4
-        stores[0].answers.set()
-        with pytest.raises(StoreUnavailable):
-            failing.result()
-        assert len(names(arena, "a")) == 3
-        stores[1].answers.set()
-        lasting.result()
-    assert names(arena, "a") == ["fork:c:1234"]
-
-
-def test_a_run_is_forked_while_it_trains(arena: Arena) -> None:
-    """The parent's retention waits for the copy, and retires the checkpoint once it is copied."""
-    arena.table(appends=(500, 500, 500))
-    spec = arena.spec("a", world_size=1, passes=1, keep_last=1)
-    slow, new = SlowFiles(), arena.spec("b", world_size=1, passes=1)
-    with ThreadPoolExecutor(1) as pool, arena.training_run(spec) as run:
-        run.restore(dlac.TorchState(model=torch.nn.Linear(4, 1)))
-        for batch in run.batches():
-            if batch.step == 15:
-                copy = pool.submit(fork_run, connect(arena.lakehouse.config), new, "a", step=10, files=slow)
-                assert slow.asked.wait(60)
-            run.step_done(0.0)
-            if batch.step == 25:
-                held = checkpoint_at(arena, "a", 10)
-                assert [row.checkpoint_id for row in arena.rows("a", RetireRow)] == []
-                slow.answers.set()
-                copy.result()
-    wait_until(lambda: not folder_of(held.manifest_uri).exists(), what="the removal of the parent's")
-    arena.train(new)
-    assert all(verdict.problem is None for verdict in verify_checkpoints(arena.lakehouse, "b"))
-    assert audit_run(arena.lakehouse, "a").exact
     assert audit_run(arena.lakehouse, "b").exact

@@ -11,7 +11,7 @@ import dagster as dg
 import pytest
 
 from dlac_pipeline.dagster.assets.training import POOL
-from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG, OUTAGE_TAG, PREEMPTED_TAG, own_value, run_tag
+from dlac_pipeline.dagster.failures import OUTAGE_TAG
 from dlac_pipeline.dagster.heartbeat import Heartbeat
 from dlac_pipeline.dagster.sensors.lost_runs import lost_run_sensor
 from dlac_pipeline.dagster.sensors.recovery import RECOVERS_TAG
@@ -35,7 +35,7 @@ def step_of(spec: JobSpec) -> str:
 
 def left(arena: Arena, run: str) -> JobSpec:
     """The spec of a run that was left after step 10."""
-    arena.table()
+    arena.table(appends=(500,))
     spec = arena.spec(run, world_size=1)
     arena.train(spec, until=15)
     return spec
@@ -117,30 +117,6 @@ def test_attempt_begun_during_decision_stays(
     assert (launch["takeover"], launch["replaces"]) == (True, attempt)
     with pytest.raises(SteppedAside):
         check_current(ledger.state(spec.run), launch["replaces"])
-
-
-@pytest.mark.soak
-def test_re_executed_run_is_judged_alone(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
-    """A re-executed run has the tags of a run that a person has repaired. Only the tags of its own end count."""
-    spec = left(arena, "mended")
-    inherited = {
-        NO_RECOVERY_TAG: "SpecInvalid",
-        PREEMPTED_TAG: "SIGTERM",
-        "dlac/recoveries_in_a_row": "9",
-        "dlac/head": "None",
-    }
-    before = dagster_run(instance, spec, DIED, tags=inherited)
-    assert isinstance(recovery_requested(instance, before), dg.SkipReason)
-    again = dagster_run(instance, spec, DIED, tags=inherited, parent_run_id=before.run_id, root_run_id=before.run_id)
-    assert isinstance(recovery_requested(instance, again), dg.RunRequest)
-    assert not run_tag(again, PREEMPTED_TAG)
-    instance.add_run_tags(again.run_id, {NO_RECOVERY_TAG: own_value(again, "Fenced")})
-    now = instance.get_run_by_id(again.run_id)
-    assert now is not None
-    assert run_tag(now, NO_RECOVERY_TAG) == "Fenced"
-    skipped = recovery_requested(instance, now)
-    assert isinstance(skipped, dg.SkipReason)
-    assert "ended with Fenced" in str(skipped.skip_message)
 
 
 @pytest.mark.soak

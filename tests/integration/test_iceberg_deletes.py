@@ -78,25 +78,6 @@ def test_positional_deletes_spare_younger_files(hand: HandTable, bounds: bool, r
     assert check(hand)[path] == [2, 3, 5, 6, 7, 8]
 
 
-def test_shared_delete_file_is_read_once(hand: HandTable, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the number of data files, each delete file is opened once, and each footer once."""
-    paths = [hand.append(rows(range(start, start + 6))) for start in range(0, 60, 6)]
-    hand.delete_positions({path: [1, 3] for path in paths})
-    hand.delete_equal(equal(id=[2, 8]))
-    table, opened = hand.table, []
-    real = table.io.new_input
-
-    def counted(location: str) -> Any:
-        if location.endswith(".parquet"):
-            opened.append(location)
-        return real(location)
-
-    monkeypatch.setattr(table.io, "new_input", counted)
-    groups = row_groups_of(table, hand.snapshot_id, "")
-    assert live_positions(groups) == oracle(hand.files)
-    assert sorted(opened) == sorted(one.path for one in hand.files)
-
-
 def test_equality_deletes_take_older_rows_only(hand: HandTable) -> None:
     """A row written again with or after the delete lives; null equals null; every column must be equal."""
     old = hand.append(rows([1, 2, 3, None, 5]))
@@ -151,9 +132,9 @@ def test_positions_past_32_bits_are_read() -> None:
     assert decode_vector(vector_blob(positions), vector).tolist() == positions
 
 
-def foot(vector: bytes, kind: str = "deletion-vector-v1", offset: int = 4) -> bytes:
-    """The footer of a Puffin file with one deletion vector, or something that it calls otherwise."""
-    return puffin_footer([named_blob(offset, len(vector), kind)])
+def foot(vector: bytes, offset: int = 4) -> bytes:
+    """The footer of a Puffin file with one deletion vector."""
+    return puffin_footer([named_blob(offset, len(vector))])
 
 
 def with_flipped_bit(blob: bytes) -> bytes:
@@ -165,10 +146,7 @@ NO_FIELDS = puffin_footer([{"type": "deletion-vector-v1"}])
 DAMAGED, UNSUPPORTED = DataFileUnreadable, UnsupportedDeletes
 CONTAINERS: dict[str, tuple[Callable[[bytes], bytes], type[DlacError], str]] = {
     "bare": (lambda blob: bytes(4) + blob, UNSUPPORTED, "found a bare one at"),
-    "no footer": (lambda blob: b"PFA1" + blob, UNSUPPORTED, "found a bare one at"),
-    "no head": (lambda blob: bytes(4) + blob + foot(blob), UNSUPPORTED, "found a bare one at"),
     "unnamed": (lambda blob: b"PFA1" + blob + puffin_footer([]), UNSUPPORTED, r"in the footer of .*, found \[\]"),
-    "other type": (lambda blob: b"PFA1" + blob + foot(blob, "other"), UNSUPPORTED, "in the footer of"),
     "other place": (lambda blob: b"PFA1" + blob + foot(blob, offset=5), UNSUPPORTED, "in the footer of"),
     "flipped bit": (with_flipped_bit, DAMAGED, r"a deletion vector at byte 4 of .*vectors\.puffin"),
     "no fields": (lambda blob: b"PFA1" + blob + NO_FIELDS, DAMAGED, r"file .*vectors\.puffin.* found .*fields"),
@@ -184,14 +162,6 @@ def test_vector_outside_puffin_is_refused(vectored: HandTable, name: str) -> Non
     puffin.write_bytes(contain(vector_blob([1, 2])))
     with pytest.raises(error, match=message):
         row_groups_of(vectored.table, vectored.snapshot_id, "")
-
-
-def test_compressed_puffin_footer_is_read(vectored: HandTable) -> None:
-    """A footer that is compressed cannot be looked into: the vector counts by its checksum."""
-    path = vectored.append(rows(range(8)))
-    puffin = Path(vectored.delete_vectors({path: [1, 2]}))
-    puffin.write_bytes(b"PFA1" + vector_blob([1, 2]) + puffin_footer([], flags=1))
-    assert live_positions(row_groups_of(vectored.table, vectored.snapshot_id, "")) == {path: [0, 3, 4, 5, 6, 7]}
 
 
 def test_own_rows_honor_deletes(hand: HandTable) -> None:

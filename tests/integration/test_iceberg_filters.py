@@ -61,28 +61,6 @@ def read_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return aligned
 
 
-NAN_FILTERS = {
-    "x > 1": [3, 6],
-    "x <= 1": [4, 5, 7],
-    "not x > 1": [4, 5, 7],
-    "x != 1": [2, 3, 6, 7],
-    "x in (1, 2)": [4, 5, 6],
-    "x not in (1)": [2, 3, 6, 7],
-    "x is nan": [2],
-    "not (x is nan)": [3, 4, 5, 6, 7],
-    "x is not null": [2, 3, 4, 5, 6, 7],
-}
-
-
-@pytest.mark.parametrize("row_group_rows", [1, 2, 8])
-def test_not_a_number_is_never_lost_in_statistics(tmp_path: Path, row_group_rows: int) -> None:
-    """Parquet's statistics leave NaN and nulls aside. Any layout of row groups selects the same rows."""
-    hand = HandTable(tmp_path / "t", [SCHEMA])
-    values = pa.array([None, None, float("nan"), 1.5, 1.0, 1.0, 2.0, 0.5])
-    hand.append(rows(list(range(8))).set_column(2, "x", values), row_group_rows=row_group_rows)
-    assert {each: [row for _, row in kept(hand, each)] for each in NAN_FILTERS} == NAN_FILTERS
-
-
 def test_statistics_spare_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row group that statistics exclude or prove wholly true is not read; what they leave open is, once."""
     hand = HandTable(tmp_path / "t", [SCHEMA])

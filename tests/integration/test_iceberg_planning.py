@@ -42,16 +42,15 @@ def test_table_with_deletes_plans_live_rows(arena: Arena) -> None:
     assert (plan.row.units, plan.row.rows, plan.row.live_rows) == (3, 10, 6)
 
 
-@pytest.mark.parametrize("file_format", [FileFormat.AVRO, FileFormat.ORC])
-def test_files_that_are_not_parquet_are_named(tmp_path: Path, file_format: FileFormat) -> None:
+def test_files_that_are_not_parquet_are_named(tmp_path: Path) -> None:
     """Data and delete files of other formats are refused with their path and format."""
     for content, error in (
         (DataFileContent.DATA, DataFileUnreadable),
         (DataFileContent.EQUALITY_DELETES, UnsupportedDeletes),
     ):
         hand = HandTable(tmp_path / content.name, [SCHEMA])
-        hand.commit([hand.file("the.file", content, (), record_count=1, file_format=file_format)], 0, None)
-        with pytest.raises(error, match=rf"found {file_format.value} at 'the\.file'"):
+        hand.commit([hand.file("the.file", content, (), record_count=1, file_format=FileFormat.ORC)], 0, None)
+        with pytest.raises(error, match=r"found ORC at 'the\.file'"):
             row_groups_of(hand.table, hand.snapshot_id, "")
 
 

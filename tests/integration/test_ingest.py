@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -55,24 +53,6 @@ def append_rows(lakehouse: Lakehouse, identifier: str) -> list[int]:
     return [int(summary["added-records"] or 0) for summary in summaries if summary is not None]
 
 
-def test_corpus_arrives_in_three_appends(lakehouse: Lakehouse, root: Path) -> None:
-    """Every source is one row, in order of paths, as its own encoding says. Files that break it are named in the report."""
-    paths = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py"))
-    (root / "bad_bytes.py").write_bytes(b"x = '\xff'\n")
-    (root / "bad_name.py").write_bytes(b"# coding: no-such-codec\n")
-    (root / "bad_surrogate.py").write_bytes(b"# coding: unicode_escape\nx = '\\ud800'\n")
-    report = ingest_stdlib_corpus(lakehouse, root=root)
-    assert (report.documents, report.appends) == (DOCUMENTS, 3)
-    assert report.undecodable == ("bad_bytes.py", "bad_name.py", "bad_surrogate.py")
-    assert append_rows(lakehouse, "sources.stdlib") == [6, 7, 7]
-    assert column(lakehouse, "sources.stdlib", "document_id", "document_id") == list(range(DOCUMENTS))
-    assert column(lakehouse, "sources.stdlib", "document_id", "path") == paths
-    assert set(column(lakehouse, "sources.stdlib", "path", "package")) == {"alone", "empty", "latin", "pkg", "special"}
-    [latin] = lakehouse.load("sources.stdlib").scan("path = 'latin.py'").to_arrow().to_pylist()
-    assert latin["source"] == "# -*- coding: latin-1 -*-\nname = 'é'\n"
-    assert latin["bytes"] == len(latin["source"].encode())
-
-
 def test_tokens_decode_back_to_the_sources(lakehouse: Lakehouse, root: Path, tmp_path: Path) -> None:
     """All sequences end to end are the documents with an end token after each, then padding. A second call adds nothing."""
     ingest_stdlib_corpus(lakehouse, root=root)
@@ -94,26 +74,3 @@ def test_tokens_decode_back_to_the_sources(lakehouse: Lakehouse, root: Path, tmp
     assert (again.appends, again.appended_sequences, again.sequences) == (0, 0, report.sequences)
     assert again.tokenizer_path.read_bytes() == content
     assert len(append_rows(lakehouse, "sources.tokens")) == 3
-
-
-def test_killed_tokenization_continues(lakehouse: Lakehouse, root: Path, tmp_path: Path) -> None:
-    """After a kill past the first append the next call adds the rest, and the table equals an undisturbed one."""
-    ingest_stdlib_corpus(lakehouse, root=root)
-    options: dict[str, Any] = {**SMALL, "tokenizer_path": tmp_path / "tokenizer.json"}
-    program = f"""
-import os
-from pathlib import PosixPath
-from dlac_pipeline.lakehouse.iceberg.connect import connect
-from dlac_pipeline.lakehouse.config import LakehouseConfig
-from examples.corpus.tokens import tokenize_corpus
-lakehouse = connect(LakehouseConfig().at_home(PosixPath({str(tmp_path / "home")!r})))
-tokenize_corpus(lakehouse, **{options!r}, progress=lambda done, total: os._exit(9))
-"""
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 9
-    assert len(append_rows(lakehouse, "sources.tokens")) == 1
-    assert tokenize_corpus(lakehouse, **options).appends == 2
-    undisturbed = tokenize_corpus(lakehouse, **options, tokens="sources.undisturbed")
-    assert undisturbed.appends == 3
-    for name in ("sequence_id", "tokens", "first_document"):
-        found = column(lakehouse, "sources.tokens", "sequence_id", name)
-        assert found == column(lakehouse, "sources.undisturbed", "sequence_id", name)
