@@ -103,20 +103,6 @@ def test_streamed_mixture_has_an_end(datasets: Datasets, world_size: int) -> Non
         assert any(1 in each for each in sources)
 
 
-def test_ragged_and_nullable_columns_are_cut_together(uneven: Datasets) -> None:
-    """Offsets, validity and flat values of the last batch fit its samples."""
-    columns: dict[str, Any] = {"columns": ["row_id", "tokens", "text"], "ragged": ["tokens"], "nullable": ["text"]}
-    *_, last = uneven.open(table="src.c", passes=1, **columns)
-    source = {row["row_id"]: row for row in uneven.lakehouse.load("src.c").scan().to_arrow().to_pylist()}
-    for place, row_id in enumerate(last["row_id"].tolist()):
-        start, stop = last["tokens.offsets"][place : place + 2].tolist()
-        assert last["tokens"][start:stop].tolist() == source[row_id]["tokens"]
-        start, stop = last["text.offsets"][place : place + 2].tolist()
-        assert bytes(last["text"][start:stop].tolist()).decode() == (source[row_id]["text"] or "")
-        assert last["text.valid"][place].item() == (source[row_id]["text"] is not None)
-    assert len(last["tokens.offsets"]) == len(last["text.offsets"]) == 6
-
-
 @pytest.mark.parametrize("policy", ["partial", "drop"])
 def test_resuming_before_the_last_batch(uneven: Datasets, policy: str) -> None:
     """From the last batches and from the end, as often as it is resumed, at another number of ranks: the rest follows."""

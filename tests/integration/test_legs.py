@@ -84,22 +84,6 @@ def test_a_run_goes_on_to_what_was_appended(arena: Arena) -> None:
     assert [leg.index for leg in legs(arena, "r")] == [0, 1, 2]
 
 
-def test_a_crash_between_appends_changes_nothing(arena: Arena) -> None:
-    """A run that dies after it re-pinned resumes like one that did not."""
-    arena.table(appends=(100,), row_group_rows=20)
-    for run in ("whole", "killed"):
-        arena.train(arena.spec(run, **FOLLOWING))
-    append(arena, 100, 120)
-    whole = arena.train(arena.spec("whole", **FOLLOWING))
-    spec = arena.spec("killed", **FOLLOWING)
-    arena.train(spec, until=8)  # before the new leg's first checkpoint
-    again = arena.train(spec, until=12)
-    assert min(again) == 7
-    rest = arena.train(spec)
-    assert {**again, **rest} == whole
-    assert [leg.index for leg in legs(arena, "killed")] == [0, 1]
-
-
 def test_followed_snapshot_is_pinned_and_released(arena: Arena) -> None:
     """A snapshot that only deletes is pinned, too, for history is counted from there; retired legs free theirs."""
     arena.table(appends=(100,), row_group_rows=50)

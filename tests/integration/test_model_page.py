@@ -26,12 +26,6 @@ def run(arena: Arena, tmp_path: Path) -> str:
     return "r"
 
 
-def test_name_is_no_formula(arena: Arena, run: str) -> None:
-    """A data file with dollar signs in its name is drawn with this name."""
-    page = model_page(arena.lakehouse, run)
-    assert all("data:image/png" in page[name].value for name in _PICTURES)
-
-
 def test_undrawn_picture_fails_nothing(arena: Arena, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In place of a picture that cannot be drawn the page has the reason. All other pictures stay."""
 

@@ -98,21 +98,6 @@ def train(arena: Arena, spec: JobSpec, at: dict[int, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_a_network_that_is_cut_is_waited_for(arena: Arena, store: ObjectStore, network: Network) -> None:
-    """Cut in the middle of a run and mended after a while: the checkpoint that was due is committed then."""
-    spec = remote(arena, store, network.url, mode="asynchronous")
-
-    def cut() -> None:
-        network.cut()
-        threading.Timer(1.5, network.mend).start()
-
-    train(arena, spec, at={9: cut})
-    assert [row.step for row in arena.lineage("r1")] == [5, 10, 15]
-    assert audit_run(arena.lakehouse, "r1").exact
-    assert Ledger(arena.lakehouse).state("r1").fence.attempt == 1
-
-
-@pytest.mark.slow
 def test_dead_store_ends_run_at_checkpoint(arena: Arena, store: ObjectStore, network: Network) -> None:
     """After the deadline the run ends with a status that names the address. With the store back it resumes exactly."""
     spec = remote(arena, store, network.url, mode="synchronous")
@@ -142,15 +127,6 @@ def test_missing_bucket_is_named_at_once(arena: Arena, store: ObjectStore) -> No
     with pytest.raises(StoreUnavailable, match="s3://elsewhere/checkpoints/r1"):
         arena.train(spec)
     assert arena.rows("r1") == []
-
-
-@pytest.mark.soak
-def test_verify_finds_store_of_run(arena: Arena, store: ObjectStore, here: Command) -> None:
-    """Endpoint and credentials stand in the spec that the run was launched with, not in the lakehouse."""
-    spec = remote(arena, store)
-    assert arena.launch(spec).wait() == 0
-    done = here("checkpoint", "verify", "r1", home=arena.home)
-    assert (done.returncode, done.stdout.splitlines()[0]) == (0, "step 15: whole"), done.stdout
 
 
 def test_warehouse_outage_is_awaited(store: ObjectStore, network: Network, tmp_path: Path) -> None:
