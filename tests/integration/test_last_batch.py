@@ -76,6 +76,7 @@ def test_last_batch_is_dropped_or_padded(uneven: Datasets) -> None:
     assert int(last["dlac"]["valid"].sum()) == 5
 
 
+@pytest.mark.slow
 def test_streamed_batches_hold_samples_only(datasets: Datasets) -> None:
     """Key groups of packed data end apart: every batch without its empty slots, the padded ones else."""
     padded = seen(datasets.open("packed", last_batch="pad"))
@@ -91,6 +92,7 @@ def test_streamed_batches_hold_samples_only(datasets: Datasets) -> None:
         assert dropped == [batch for batch in found if batch["dlac"]["rows"] == 8]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_streamed_mixture_has_an_end(datasets: Datasets, world_size: int) -> None:
     """An endless source beside a packed one ends with it, on each rank alone, and with workers that skip batches."""

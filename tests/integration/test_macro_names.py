@@ -23,7 +23,6 @@ _WORDS = {
 }
 NAMES = sorted({name for words in _WORDS for name in words.lower().split(", ") if re.fullmatch(r"[a-z_]\w*", name)})
 """All aliases, columns and parameters in the scripts of macros."""
-QUICK = "seen_by"
 OF_COLUMNS = [name for name, (parameters, _) in MACROS.items() if not {*parameters} & {"places", "moved"}]
 """Macros without a parameter that is the name of a table."""
 
@@ -55,9 +54,8 @@ def ask(connection: duckdb.DuckDBPyConnection, macro: str, arguments: list[str],
     return sorted(map(repr, connection.execute(query).fetchall()))
 
 
-@pytest.mark.parametrize(
-    "macro", [each if each == QUICK else pytest.param(each, marks=pytest.mark.slow) for each in OF_COLUMNS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("macro", OF_COLUMNS)
 def test_arguments_are_the_callers(audit: duckdb.DuckDBPyConnection, macro: str) -> None:
     """A macro's arguments are the caller's, whatever name of the macro's own the caller's table or columns have."""
     names = MACROS[macro][0]

@@ -54,6 +54,7 @@ def test_moved_lakehouse_trains_on(trained: Arena, tmp_path: Path) -> None:
         assert all(each.folder.startswith(home.as_uri()) for each in list_checkpoints(lakehouse, "r"))
 
 
+@pytest.mark.slow
 def test_copied_lakehouse_leaves_original_alone(trained: Arena, tmp_path: Path) -> None:
     """After `cp -r` both train on, and the copy, with the copied files alone, does not change the original."""
     copy = tmp_path / "copy"
@@ -79,6 +80,7 @@ def test_catalog_copied_alone_is_refused(trained: Arena, tmp_path: Path) -> None
         connect(LakehouseConfig().at_home(alone), create=False)
 
 
+@pytest.mark.slow
 def test_home_with_odd_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything is made in the folder itself, and nothing beside it."""
     name = "a b#c?d%20e&f=g;h'i[j]{k} ä 雪"

@@ -65,6 +65,7 @@ def test_frozen_committer_blocks_no_other(config: LakehouseConfig, monkeypatch: 
     assert [row.kind for row in other.rows("another")] == ["claim"]
 
 
+@pytest.mark.slow
 def test_locked_row_is_not_awaited_forever(config: LakehouseConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """After its deadline an append reports that the catalog does not answer, and the reason."""
     monkeypatch.setitem(safe_commit.POSTGRES_TIMEOUTS, "lock_timeout", "300ms")

@@ -100,12 +100,7 @@ DAMAGES = (lose, cut, empty, replace)
 PLACES = (metadata_file, manifest_list, manifest, data_file)
 OTHER = {"consumption": "slices", "plans": "slices", "slices": "plans", "work_units": "plans"}
 """Table -> another one, whose file takes the place of its file."""
-QUICK = {
-    ("consumption", data_file, lose),
-    ("consumption", data_file, replace),
-    ("plans", manifest_list, lose),
-    ("work_units", data_file, cut),
-}
+QUICK = ("consumption", data_file, lose)
 
 
 def local(address: str) -> Path:
@@ -119,7 +114,7 @@ def local(address: str) -> Path:
         pytest.param(
             *case,
             id="-".join([case[0], case[1].__name__, case[2].__name__]),
-            marks=[] if case in QUICK else pytest.mark.slow,
+            marks=[] if case == QUICK else pytest.mark.slow,
         )
         for case in ((name, place, damage) for name in OTHER for place in PLACES for damage in DAMAGES)
         if case[1:] != (metadata_file, replace)  # that is another table, which no reader can know
@@ -165,7 +160,9 @@ def comparable(rows: list[dict[str, object]], *seqs: int) -> list[str]:
     [lose, *(pytest.param(each, marks=pytest.mark.slow) for each in (cut, empty, replace))],
     ids=lambda each: each.__name__,
 )
-@pytest.mark.parametrize("seq", [1, 5, 10, 11], ids=["claim", "checkpoint", "last-checkpoint", "tag"])
+@pytest.mark.parametrize(
+    "seq", [1, 5, *(pytest.param(each, marks=pytest.mark.slow) for each in (10, 11))], ids=lambda seq: f"append-{seq}"
+)
 def test_damaged_entry_is_confined(trained: Arena, seq: int, damage: Callable[[Path, Path], None]) -> None:
     """The ledger was lost with one entry of its journal: the store has its rows, or just these are lost and named."""
     before = trained.lakehouse.read_own("consumption").to_pylist()
@@ -200,6 +197,7 @@ def test_entry_of_another_lakehouse(trained: Arena) -> None:
     assert comparable(trained.lakehouse.read_own("consumption").to_pylist()) == comparable(before)
 
 
+@pytest.mark.slow
 def test_damaged_table_and_entry(trained: Arena) -> None:
     """A data file of the ledger and an entry of another append are cut: the table's other files have its rows."""
     before = rows_of(trained)

@@ -198,7 +198,9 @@ def test_killed_registration_is_repeated(arena: Arena, tmp_path: Path, before: b
     """SIGKILL around the commit: the next registration leaves each file once in the table."""
     write(tmp_path, "pages/a.parquet", 0)
     location = str(tmp_path / "pages")
-    process = multiprocessing.get_context("spawn").Process(target=register_slowly, args=(arena.home, location, before))
+    process = multiprocessing.get_context("forkserver").Process(
+        target=register_slowly, args=(arena.home, location, before)
+    )
     process.start()
     process.join()
     assert process.exitcode == -9
@@ -206,6 +208,7 @@ def test_killed_registration_is_repeated(arena: Arena, tmp_path: Path, before: b
     assert len(rows_in(arena.lakehouse, ["row_id"])) == ROWS
 
 
+@pytest.mark.slow
 def test_bucket_is_registered(store: ObjectStore, tmp_path: Path) -> None:
     """Files of a bucket, by a pattern. A key with # is refused: PyIceberg would read another object."""
     (tmp_path / "home").mkdir()
@@ -237,6 +240,7 @@ def test_locations_are_patterns_or_names(arena: Arena, tmp_path: Path, location:
     assert list(registered_tables(arena.lakehouse)) == [("docs.deep.pages", f"file://{tmp_path}/{location}")]
 
 
+@pytest.mark.slow
 def test_sensor_requests_new_files(arena: Arena, tmp_path: Path) -> None:
     """The job registers what the sensor finds. The sensor requests the same files once, and nothing without new ones."""
     write(tmp_path, "pages/a.parquet", 0)

@@ -70,6 +70,7 @@ def test_run_resumes_from_store_alone(arena: Arena, store: ObjectStore) -> None:
     assert [(verdict.checkpoint.step, verdict.problem) for verdict in verdicts] == [(15, None), (10, None), (5, None)]
 
 
+@pytest.mark.slow
 def test_damage_in_the_bucket_is_found(arena: Arena, store: ObjectStore, here: Command) -> None:
     """An object that was altered, and one that is gone, are named with their addresses, on the command line too."""
     spec = remote(arena, store)
@@ -139,7 +140,7 @@ def test_warehouse_outage_is_awaited(store: ObjectStore, network: Network, tmp_p
     network.cut()
     with pytest.raises(CatalogUnreachable, match="warehouse"):
         ledger.rows("r")
-    mends = threading.Timer(2.0, network.mend)
+    mends = threading.Timer(0.5, network.mend)
     mends.start()
     name_row = NameRow(name="kept")
     ledger.append("r", lambda state: Append(rows=[name_row], fence=replace(state.fence, seq=2)))
@@ -165,6 +166,7 @@ def served(server: SeaweedFS, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         made.lakehouse.catalog.drop_table(name)
 
 
+@pytest.mark.slow
 @needs_seaweedfs
 def test_run_resumes_on_rest_catalog(served: Arena, server: SeaweedFS) -> None:
     """Each step runs on the servers alone: plan, pin, training, resume without local files, audit and upkeep."""
@@ -184,6 +186,7 @@ def test_run_resumes_on_rest_catalog(served: Arena, server: SeaweedFS) -> None:
     assert audit_run(served.lakehouse, "rested").exact
 
 
+@pytest.mark.slow
 @needs_seaweedfs
 def test_rest_outage_is_awaited(served: Arena, server: SeaweedFS) -> None:
     """The server is killed and started again. An append is repeated until it answers."""

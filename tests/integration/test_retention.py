@@ -58,6 +58,7 @@ def test_only_kept_checkpoints_remain(arena: Arena) -> None:
     assert all(verdict.problem is None for verdict in verify_checkpoints(arena.lakehouse, "r"))
 
 
+@pytest.mark.slow
 def test_a_retired_checkpoint_is_never_resumed_from(arena: Arena) -> None:
     """With the head damaged the run falls back to a kept checkpoint, even if the folder of a retired one still exists."""
     arena.table()
@@ -147,6 +148,7 @@ def test_store_outage_is_not_damage(arena: Arena, here: Command) -> None:
     assert [each.problem for each in verify_checkpoints(arena.lakehouse, "r")] == [None] * 4
 
 
+@pytest.mark.slow
 def test_named_checkpoint_is_kept(arena: Arena) -> None:
     """Also one that is named while the run is on: the commit that would have retired it makes its rows again."""
     arena.table()
@@ -178,19 +180,20 @@ def test_named_checkpoint_is_kept(arena: Arena) -> None:
 
 def test_names_are_refused_where_they_would_mislead(arena: Arena, here: Command) -> None:
     """A retired checkpoint, a step without one, a name that is taken, and one that nothing has."""
-    arena.table()
-    arena.train(arena.spec("r", world_size=1, passes=1, keep_last=2))
+    arena.table(appends=(800,))
+    spec = arena.spec("r", world_size=1, passes=1, keep_last=2)
+    arena.train(spec)
     ledger = Ledger(arena.lakehouse)
-    with pytest.raises(NoSuchCheckpoint, match=r"at step 20 that is kept, found those of steps \[60, 63\]"):
-        name_checkpoint(ledger, "r", "early", step=20)
-    named = here("checkpoint", "tag", "r", "best", "--step", "60", home=arena.home)
+    with pytest.raises(NoSuchCheckpoint, match=r"at step 10 that is kept, found those of steps \[20, 25\]"):
+        name_checkpoint(ledger, "r", "early", step=10)
+    named = here("checkpoint", "tag", "r", "best", "--step", "20", home=arena.home)
     assert "is tagged best" in named.stdout
-    assert name_checkpoint(ledger, "r", "best", step=60) in named.stdout  # again: nothing to do
+    assert name_checkpoint(ledger, "r", "best", step=20) in named.stdout  # again: nothing to do
     with pytest.raises(SpecInvalid, match="'best' to tag no checkpoint"):
         name_checkpoint(ledger, "r", "best")
     assert here("checkpoint", "untag", "r", "best", home=arena.home).returncode == 0
     with pytest.raises(NoSuchCheckpoint, match=r"with tag 'best', found the tags \[\]"):
         unname_checkpoint(ledger, "r", "best")
     with pytest.raises(RunFinished):
-        arena.train(arena.spec("r", world_size=1, passes=1, keep_last=2))
+        arena.train(spec)
     assert audit_run(arena.lakehouse, "r").exact

@@ -85,7 +85,7 @@ def test_seen_by_equals_tensors(shop: KeyedWorkshop, kind: str) -> None:
 
 def test_adopted_run_limits_answers(shop: KeyedWorkshop) -> None:
     """Of a run that began from a checkpoint of others, it is unknown what those had seen."""
-    run = trained(shop, "transformed")
+    run = trained(shop, "packed")
     adopted = shop.forge(changed(lambda row: row["kind"] == "checkpoint", checkpoint={"adopted": "elsewhere"}), of=run)
     note = f"unknown for the rows that elsewhere had seen, with which run {adopted} began"
     assert [note in who_has_seen(shop.lakehouse, ["7"], run=each)["notes"] for each in (adopted, run, None)] == [

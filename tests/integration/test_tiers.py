@@ -70,7 +70,7 @@ def test_store_has_all_and_local_newest(arena: Arena, spec: JobSpec, here: Comma
     assert [each["tiers"] for each in listed] == [["store"], ["local", "store"], ["local", "store"]]
 
 
-@pytest.mark.parametrize("lost", ["a bit", "everything"])
+@pytest.mark.parametrize("lost", ["a bit", pytest.param("everything", marks=pytest.mark.slow)])
 def test_missing_local_files_come_from_store(arena: Arena, spec: JobSpec, lost: str) -> None:
     """Only files that are lost here are fetched, nothing is quarantined, and the run resumes exactly."""
     arena.train(spec, until=8)
@@ -106,6 +106,7 @@ def test_a_whole_local_copy_needs_no_store(arena: Arena, spec: JobSpec) -> None:
         restore(row, tiers_of(spec))
 
 
+@pytest.mark.slow
 def test_with_both_copies_damaged_the_parent_is_resumed(arena: Arena, spec: JobSpec) -> None:
     """If no copy is whole, the checkpoint is quarantined and the run resumes at the one before."""
     arena.train(spec, until=13)
@@ -141,7 +142,7 @@ def test_new_store_ignores_old_one(arena: Arena, spec: JobSpec) -> None:
     [
         ("far", "asynchronous", TorchState),
         pytest.param("near", "synchronous", TorchState, marks=pytest.mark.slow),
-        ("both", "synchronous", DistributedState),
+        pytest.param("both", "synchronous", DistributedState, marks=pytest.mark.slow),
     ],
 )
 def test_unmounted_store_takes_no_checkpoint(

@@ -85,6 +85,7 @@ def test_a_changed_transform_is_refused(arena: Arena, script: str) -> None:
     assert min(arena.train(spec)) == 7
 
 
+@pytest.mark.slow
 def test_rows_end_before_the_last_step(arena: Arena, script: str) -> None:
     """A run with a transform whose rows end before `order.steps` is finished with them."""
     arena.table(appends=(100, 50), row_group_rows=20)

@@ -141,17 +141,15 @@ TAKEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", TAKEN)
-@pytest.mark.parametrize("turned", [False, True])
-def test_tensor_names_that_collide(lakehouse: Lakehouse, name: str, turned: bool) -> None:
+def test_tensor_names_that_collide(lakehouse: Lakehouse, name: str) -> None:
     """A column with the name of what another column yields is refused by both names, when planning; alone it is read."""
     columns, settings = TAKEN[name]
     made(lakehouse, pa.table({key: pa.array(value) for key, value in columns.items()}))
-    names = sorted(columns, reverse=turned)
     with pytest.raises(
         UnsupportedColumn,
         match=rf"from columns '{min(columns)}' and '{max(columns)}', found '{max(columns)}' from both",
     ):
-        opened(lakehouse, *names, **settings)
+        opened(lakehouse, *columns, **settings)
     (batch,) = opened(lakehouse, max(columns))
     assert max(columns) in batch
 
