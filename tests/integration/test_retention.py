@@ -72,6 +72,7 @@ def test_a_retired_checkpoint_is_never_resumed_from(arena: Arena) -> None:
     assert states == {10: "retired", 20: "head", 30: "damaged"}
 
 
+@pytest.mark.slow
 def test_interrupted_removal_continues(arena: Arena) -> None:
     """The first checkpoint of an attempt removes retired folders and the remains of killed attempts."""
     arena.table()
