@@ -190,10 +190,8 @@ def register_slowly(home: Path, location: str, before: bool) -> None:
     register(lakehouse, "docs.pages", location)
 
 
-@pytest.mark.parametrize(
-    "before",
-    [pytest.param(True, id="before the commit"), pytest.param(False, id="after the commit", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("before", [True, False])
 def test_killed_registration_is_repeated(arena: Arena, tmp_path: Path, before: bool) -> None:
     """SIGKILL around the commit: the next registration leaves each file once in the table."""
     write(tmp_path, "pages/a.parquet", 0)
