@@ -145,7 +145,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
 
 @pytest.mark.parametrize(
     "lose",
-    [lose if lose in (lose_table, lose_manifest) else pytest.param(lose, marks=pytest.mark.slow) for lose in LOSSES],
+    [lose if lose is lose_table else pytest.param(lose, marks=pytest.mark.slow) for lose in LOSSES],
 )
 def test_ledger_is_rebuilt(trained: Arena, lose: Callable[[Arena], None]) -> None:
     """Each loss is detected. The rebuilt tables equal the lost ones row by row, a second rebuild changes nothing."""
@@ -173,6 +173,7 @@ def test_ledger_is_rebuilt(trained: Arena, lose: Callable[[Arena], None]) -> Non
     assert all(path.name.endswith(".metadata.json") for path in gone), gone  # a commit removes the oldest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "lose",
     [lose_manifest, *(pytest.param(each, marks=pytest.mark.soak) for each in LOSSES if each is not lose_manifest)],
@@ -209,6 +210,7 @@ def test_new_catalog_with_runs(arena: Arena) -> None:
     assert all(audit_run(arena.lakehouse, run).exact for run in ("r", "other", "new"))
 
 
+@pytest.mark.slow
 def test_lost_manifest_is_reported(trained: Arena) -> None:
     """The last entries and the manifest that repeats them are gone: the run stays refused until one of both is back."""
     before = rows_of(trained)
@@ -229,6 +231,7 @@ def test_lost_manifest_is_reported(trained: Arena) -> None:
     assert rows_of(trained) == before
 
 
+@pytest.mark.slow
 def test_gap_is_reported(trained: Arena, capsys: pytest.CaptureFixture[str]) -> None:
     """An append in the middle that neither the journal nor the store has is named. All others are rebuilt."""
     before = rows_of(trained)
@@ -294,6 +297,7 @@ def test_wrong_journal_is_refused(trained: Arena, tmp_path: Path) -> None:
     assert not rebuild(trained, dry_run=True).runs[0].missing
 
 
+@pytest.mark.slow
 def test_older_ledger_gets_journal(trained: Arena) -> None:
     """Upkeep writes the entries of a ledger that has none, from which the ledger is rebuilt."""
     before = rows_of(trained)

@@ -76,6 +76,7 @@ def test_last_batch_is_dropped_or_padded(uneven: Datasets) -> None:
     assert int(last["dlac"]["valid"].sum()) == 5
 
 
+@pytest.mark.slow
 def test_streamed_batches_hold_samples_only(datasets: Datasets) -> None:
     """Key groups of packed data end apart: every batch without its empty slots, the padded ones else."""
     padded = seen(datasets.open("packed", last_batch="pad"))
@@ -91,6 +92,7 @@ def test_streamed_batches_hold_samples_only(datasets: Datasets) -> None:
         assert dropped == [batch for batch in found if batch["dlac"]["rows"] == 8]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_streamed_mixture_has_an_end(datasets: Datasets, world_size: int) -> None:
     """An endless source beside a packed one ends with it, on each rank alone, and with workers that skip batches."""
@@ -101,20 +103,6 @@ def test_streamed_mixture_has_an_end(datasets: Datasets, world_size: int) -> Non
         assert len(sources) < 2_000
         assert 0 in sources[-1]
         assert any(1 in each for each in sources)
-
-
-def test_ragged_and_nullable_columns_are_cut_together(uneven: Datasets) -> None:
-    """Offsets, validity and flat values of the last batch fit its samples."""
-    columns: dict[str, Any] = {"columns": ["row_id", "tokens", "text"], "ragged": ["tokens"], "nullable": ["text"]}
-    *_, last = uneven.open(table="src.c", passes=1, **columns)
-    source = {row["row_id"]: row for row in uneven.lakehouse.load("src.c").scan().to_arrow().to_pylist()}
-    for place, row_id in enumerate(last["row_id"].tolist()):
-        start, stop = last["tokens.offsets"][place : place + 2].tolist()
-        assert last["tokens"][start:stop].tolist() == source[row_id]["tokens"]
-        start, stop = last["text.offsets"][place : place + 2].tolist()
-        assert bytes(last["text"][start:stop].tolist()).decode() == (source[row_id]["text"] or "")
-        assert last["text.valid"][place].item() == (source[row_id]["text"] is not None)
-    assert len(last["tokens.offsets"]) == len(last["text.offsets"]) == 6
 
 
 @pytest.mark.parametrize("policy", ["partial", "drop"])

@@ -63,6 +63,7 @@ def rewrite(arena: Arena, *, but_first: int = 0) -> None:
             overwrite.append_data_file(file)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_to_what_was_appended(arena: Arena) -> None:
     """Every launch reads the new rows, each once. The boundary is inside a batch, and the tail waits."""
     arena.table(appends=(100,), row_group_rows=20)
@@ -84,22 +85,7 @@ def test_a_run_goes_on_to_what_was_appended(arena: Arena) -> None:
     assert [leg.index for leg in legs(arena, "r")] == [0, 1, 2]
 
 
-def test_a_crash_between_appends_changes_nothing(arena: Arena) -> None:
-    """A run that dies after it re-pinned resumes like one that did not."""
-    arena.table(appends=(100,), row_group_rows=20)
-    for run in ("whole", "killed"):
-        arena.train(arena.spec(run, **FOLLOWING))
-    append(arena, 100, 120)
-    whole = arena.train(arena.spec("whole", **FOLLOWING))
-    spec = arena.spec("killed", **FOLLOWING)
-    arena.train(spec, until=8)  # before the new leg's first checkpoint
-    again = arena.train(spec, until=12)
-    assert min(again) == 7
-    rest = arena.train(spec)
-    assert {**again, **rest} == whole
-    assert [leg.index for leg in legs(arena, "killed")] == [0, 1]
-
-
+@pytest.mark.slow
 def test_followed_snapshot_is_pinned_and_released(arena: Arena) -> None:
     """A snapshot that only deletes is pinned, too, for history is counted from there; retired legs free theirs."""
     arena.table(appends=(100,), row_group_rows=50)
@@ -166,6 +152,7 @@ def test_checkpoint_before_claim_keeps_leg(arena: Arena, monkeypatch: pytest.Mon
         start_attempt(Plans(arena.lakehouse), other, ClaimRequest())
 
 
+@pytest.mark.slow
 def test_later_snapshot_starts_next_pass(arena: Arena) -> None:
     """Naming another snapshot ends the pass over the old one, and continues with passes over the new one."""
     arena.table(appends=(100,), row_group_rows=20)
@@ -179,6 +166,7 @@ def test_later_snapshot_starts_next_pass(arena: Arena) -> None:
     assert total == Counter(range(100)) + Counter(range(160))
 
 
+@pytest.mark.slow
 def test_renamed_table_resumes(arena: Arena) -> None:
     """The pin keeps the files that are read, and the table counts by its uuid. The spec gives its new name."""
     arena.table(appends=(100, 60), row_group_rows=20)
@@ -208,6 +196,7 @@ def damage(path: str, row_group: int) -> None:
         stream.write(b"\xff" * chunk.total_compressed_size)
 
 
+@pytest.mark.slow
 def test_damaged_row_group_is_quarantined(arena: Arena) -> None:
     """Under this policy the ledger names the omitted rows and the reason, and every other row is read once."""
     arena.table(appends=(100, 60), row_group_rows=20)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any
 
 import duckdb
 import pytest
@@ -24,15 +23,8 @@ _WORDS = {
 }
 NAMES = sorted({name for words in _WORDS for name in words.lower().split(", ") if re.fullmatch(r"[a-z_]\w*", name)})
 """All aliases, columns and parameters in the scripts of macros."""
-QUICK = ("seen_by", "rows_seen")
-TABLES = ("places", "moved")
-"""Parameters that are names of tables."""
-
-
-def marked(*, reads_relation: bool) -> list[Any]:
-    """Macros that read a named relation, or all others, with the marks of their tests."""
-    chosen = [each for each, (names, _) in MACROS.items() if bool({*names} & {*TABLES}) == reads_relation]
-    return [each if each in QUICK else pytest.param(each, marks=pytest.mark.slow) for each in chosen]
+OF_COLUMNS = [name for name, (parameters, _) in MACROS.items() if not {*parameters} & {"places", "moved"}]
+"""Macros without a parameter that is the name of a table."""
 
 
 @pytest.fixture(scope="module")
@@ -51,11 +43,6 @@ def audit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[duckdb.DuckDBPyC
                 "(SELECT checkpoint_id FROM lineage WHERE is_head) AS checkpoint "
                 "FROM row_keys AS k JOIN keyed_files AS f USING (file) WHERE k.row = 17 ORDER BY 2 LIMIT 1"
             )
-            connection.execute("CREATE TABLE advanced AS SELECT *, position_start AS position FROM advances")
-            connection.execute(
-                "CREATE TABLE relation_of AS SELECT a.cut_id, a.plan_id, a.key_group, a.block, a.position_start AS position, "
-                "p.file_path, p.row FROM advances AS a JOIN rows_at('advanced') AS p USING (cut_id, key_group, block) LIMIT 20"
-            )
             yield connection
 
 
@@ -67,7 +54,8 @@ def ask(connection: duckdb.DuckDBPyConnection, macro: str, arguments: list[str],
     return sorted(map(repr, connection.execute(query).fetchall()))
 
 
-@pytest.mark.parametrize("macro", marked(reads_relation=False))
+@pytest.mark.slow
+@pytest.mark.parametrize("macro", OF_COLUMNS)
 def test_arguments_are_the_callers(audit: duckdb.DuckDBPyConnection, macro: str) -> None:
     """A macro's arguments are the caller's, whatever name of the macro's own the caller's table or columns have."""
     names = MACROS[macro][0]
@@ -81,25 +69,3 @@ def test_arguments_are_the_callers(audit: duckdb.DuckDBPyConnection, macro: str)
             columns = ", ".join([f'{names[at]} AS "{name}"', *others])
             renamed = [*names[:at], f'"{name}"', *names[at + 1 :]]
             assert ask(audit, macro, renamed, f"(SELECT {columns} FROM arguments_of)") == plain, f"column {name}"
-
-
-@pytest.mark.parametrize("macro", marked(reads_relation=True))
-def test_relation_of_own_name(audit: duckdb.DuckDBPyConnection, macro: str) -> None:
-    """A macro reads the named relation, even if one of the macro's tables has the same name."""
-    names = MACROS[macro][0]
-    rest = ", ".join(f"(SELECT {each} FROM arguments_of)" for each in names[1:])
-    source = "advances" if names == ["moved"] else "relation_of"
-
-    def answer(relation: str) -> list[str]:
-        query = f"FROM {macro}({', '.join(filter(None, [repr(relation), rest]))})"
-        return sorted(map(repr, audit.execute(query).fetchall()))
-
-    plain = answer(source)
-    assert plain
-    known = {name for (name,) in audit.execute("SELECT table_name FROM information_schema.tables").fetchall()}
-    for name in (each for each in {*NAMES} - known if not each.startswith("dlac_")):
-        audit.execute(f'CREATE TABLE "{name}" AS FROM {source}')
-        try:
-            assert answer(name) == plain, name
-        finally:
-            audit.execute(f'DROP TABLE "{name}"')

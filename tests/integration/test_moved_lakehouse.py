@@ -9,15 +9,11 @@ import pytest
 
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.extensions.kept_checkpoints.listing import list_checkpoints, verify_checkpoints
-from dlac_pipeline.extensions.look.run_state import list_runs, run_status
+from dlac_pipeline.extensions.look.run_state import run_status
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import LakehouseError
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.plan.plan import Plans
-from dlac_pipeline.supervise.claims import last_spec
-from dlac_pipeline.supervise.start.request import ClaimRequest
-from dlac_pipeline.supervise.start.start_attempt import start_attempt
 from tests.conftest import Arena
 
 
@@ -58,6 +54,7 @@ def test_moved_lakehouse_trains_on(trained: Arena, tmp_path: Path) -> None:
         assert all(each.folder.startswith(home.as_uri()) for each in list_checkpoints(lakehouse, "r"))
 
 
+@pytest.mark.slow
 def test_copied_lakehouse_leaves_original_alone(trained: Arena, tmp_path: Path) -> None:
     """After `cp -r` both train on, and the copy, with the copied files alone, does not change the original."""
     copy = tmp_path / "copy"
@@ -83,6 +80,7 @@ def test_catalog_copied_alone_is_refused(trained: Arena, tmp_path: Path) -> None
         connect(LakehouseConfig().at_home(alone), create=False)
 
 
+@pytest.mark.slow
 def test_home_with_odd_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything is made in the folder itself, and nothing beside it."""
     name = "a b#c?d%20e&f=g;h'i[j]{k} ä 雪"
@@ -93,31 +91,6 @@ def test_home_with_odd_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert [path.name for path in tmp_path.iterdir()] == [name]
     assert {"catalog.db", "warehouse", "checkpoints"} <= {path.name for path in arena.home.iterdir()}
     assert all(verdict.problem is None for verdict in verify_checkpoints(arena.lakehouse, "r"))
-
-
-def test_home_moves_into_itself(arena: Arena, tmp_path: Path) -> None:
-    """A job spec that was written in the new place, a folder in the old one, is not translated once more, and is found."""
-    claim_launch(arena)
-    deeper = arena.home / "deeper"
-    arena.home.rename(tmp_path / "aside")
-    arena.home.mkdir()
-    (tmp_path / "aside").rename(deeper)
-    for _ in range(2):
-        spec = last_spec(connect(LakehouseConfig().at_home(deeper), create=False), "r")
-        assert spec.checkpoint.store == str(deeper / "checkpoints")
-        (deeper / "checkpoints" / "r" / "launch-1" / "spec.json").write_text(spec.model_dump_json())
-    (listed,) = list_runs(connect(LakehouseConfig().at_home(deeper), create=False))
-    assert listed["next_command"] == "dlac recover r"
-
-
-def claim_launch(arena: Arena) -> None:
-    """Claim the run as a launch does, with its folder and the job spec in it."""
-    arena.table(appends=(100,))
-    spec = arena.spec("r", world_size=1, passes=1)
-    folder = arena.home / "checkpoints" / "r" / "launch-1"
-    folder.mkdir(parents=True)
-    (folder / "spec.json").write_text(spec.model_dump_json())
-    start_attempt(Plans(arena.lakehouse), spec, ClaimRequest(nonce="1", launch_folder=str(folder)))
 
 
 def test_catalog_moves_without_tables(tmp_path: Path) -> None:

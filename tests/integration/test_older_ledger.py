@@ -75,6 +75,7 @@ def test_older_ledger_is_refused(arena: Arena) -> None:
     check_refused(arena, spec)
 
 
+@pytest.mark.slow
 def test_one_commit_is_missed(arena: Arena) -> None:
     """If a catalog lacks only the last commit of a live attempt, the mark in the store reveals it."""
     arena.table()
@@ -91,6 +92,7 @@ def test_one_commit_is_missed(arena: Arena) -> None:
     check_refused(arena, spec)
 
 
+@pytest.mark.slow
 def test_restored_store_and_warehouse_work(arena: Arena) -> None:
     """A lakehouse that is restored as a whole trains on, and its audit is exact."""
     arena.table()
@@ -106,6 +108,7 @@ def test_restored_store_and_warehouse_work(arena: Arena) -> None:
     run_upkeep(arena.lakehouse)
 
 
+@pytest.mark.slow
 def test_warehouse_restored_without_store(arena: Arena) -> None:
     """If catalog and warehouse come from one backup and the store is newer, the checkpoints in the store alone reveal it."""
     arena.table(appends=(640,))
@@ -127,6 +130,7 @@ def test_warehouse_restored_without_store(arena: Arena) -> None:
     assert before <= files_of(arena)
 
 
+@pytest.mark.slow
 def test_forgotten_run_is_refused(arena: Arena) -> None:
     """A catalog so old that it has no ledger at all: a new run of this name is refused."""
     shutil.rmtree(arena.home)
@@ -151,6 +155,7 @@ def test_forgotten_run_is_refused(arena: Arena) -> None:
     assert before <= files_of(arena)
 
 
+@pytest.mark.slow
 def test_crash_before_commit_is_swept(arena: Arena) -> None:
     """A complete checkpoint whose commit never landed raises no alarm, and goes after the next first commit."""
     arena.table()

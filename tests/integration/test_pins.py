@@ -10,12 +10,11 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from pyiceberg.catalog.sql import SqlCatalog
-from pyiceberg.exceptions import ForbiddenError, RESTError, UnauthorizedError
+from pyiceberg.exceptions import ForbiddenError, RESTError
 from pyiceberg.io.pyarrow import schema_to_pyarrow
 
-from dlac_pipeline.extensions.upkeep.pins import list_pins, pins_table
-from dlac_pipeline.lakehouse.config import LakehouseConfig
-from dlac_pipeline.lakehouse.errors import CatalogUnreachable, NoSuchTable, SpecInvalid
+from dlac_pipeline.extensions.upkeep.pins import list_pins
+from dlac_pipeline.lakehouse.errors import CatalogUnreachable, SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.iceberg.pins import hold, release_pins, remove_pin
 from dlac_pipeline.lakehouse.iceberg.safe_commit import GuardedSqlCatalog
@@ -48,7 +47,6 @@ def now(lakehouse: Lakehouse, name: str = "src.t") -> int:
     return current.snapshot_id
 
 
-_REMEDY = r'set pin = "none" .*until the snapshot is expired'
 P = [f"{number:024x}" for number in range(10)]
 """Ids of plans."""
 
@@ -137,9 +135,6 @@ def test_a_pin_says_what_it_is_for(lakehouse: Lakehouse) -> None:
     "one",
     [
         source(upcoming=[[P[1], 1]]),
-        source(upcoming=[{"plan_id": P[1], "passes": 2}]),
-        {"live_plan_id": P[1]},
-        {"start": {"open": [{"base_plan_id": P[1]}]}},
         {"deep": [{"deeper": {"plan_ids": [P[0], P[1]]}}]},
     ],
 )
@@ -235,21 +230,6 @@ def test_what_a_pin_holds_back(lakehouse: Lakehouse) -> None:
     assert (left.held_files, left.held_bytes) == (2, sum(sizes.values()))
 
 
-def test_pins_of_all_tables_or_of_one_run(lakehouse: Lakehouse) -> None:
-    """Without a name all planned tables are listed, without dropped ones. A name is a run's or a table's."""
-    for name in ("src.a", "src.gone"):
-        lakehouse.catalog.create_table(name, ROWS.schema)
-    for plan_id, name in zip(P, ("src.t", "src.a", "src.gone"), strict=False):
-        plan(lakehouse, append(lakehouse, name), plan_id, name)
-    lakehouse.catalog.drop_table("src.gone")
-    ledger(lakehouse, "r", *leg(source(P[1])))
-    assert [one.table for one in pins_table(lakehouse)] == ["src.a", "src.t"]
-    assert [one.table for one in pins_table(lakehouse, "r")] == ["src.a"]
-    assert [one.table for one in pins_table(lakehouse, "src.t")] == ["src.t"]
-    with pytest.raises(NoSuchTable):
-        pins_table(lakehouse, "src.nothing")
-
-
 def test_unpinning_is_refused_while_a_run_needs_it(lakehouse: Lakehouse) -> None:
     """A pin that an unfinished run needs stays, unless forced; a finished run needs nothing; twice is once."""
     snapshot = append(lakehouse)
@@ -269,10 +249,7 @@ def test_unpinning_is_refused_while_a_run_needs_it(lakehouse: Lakehouse) -> None
 @pytest.mark.parametrize(
     ("refusal", "error", "message"),
     [
-        *(
-            (each, SpecInvalid, _REMEDY)
-            for each in (ForbiddenError("no"), UnauthorizedError("no"), PermissionError(13, "no"))
-        ),
+        (ForbiddenError("no"), SpecInvalid, r'set pin = "none" .*until the snapshot is expired'),
         (RESTError("502 Bad Gateway"), CatalogUnreachable, "502 Bad Gateway"),
     ],
 )
@@ -288,19 +265,6 @@ def test_a_source_that_may_only_be_read(
     monkeypatch.setattr(GuardedSqlCatalog, "commit_table", refuse)
     with pytest.raises(error, match=message):
         hold(lakehouse, "src.t", snapshot, "tag")
-
-
-def test_a_read_only_database(lakehouse: Lakehouse, tmp_path: Path) -> None:
-    """An SQL catalog that is open for reading only refuses the tag, and is read without one."""
-    snapshot = append(lakehouse)
-    uri = f"sqlite:///file:{tmp_path / 'home'}/catalog.db?mode=ro&uri=true"
-    config = LakehouseConfig(uri=uri, warehouse=lakehouse.config.warehouse)
-    catalog = GuardedSqlCatalog(config.catalog_name, **config.catalog_properties())
-    reader = Lakehouse(config, catalog)
-    with pytest.raises(SpecInvalid, match=r'set pin = "none"'):
-        hold(reader, "src.t", snapshot, "tag")
-    assert hold(reader, "src.t", snapshot, "none") == ""
-    catalog.close()
 
 
 def test_pin_that_vanishes_is_set_again(lakehouse: Lakehouse, monkeypatch: pytest.MonkeyPatch) -> None:

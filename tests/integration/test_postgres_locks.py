@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from pyiceberg.catalog.sql import SqlCatalog
 from sqlalchemy import Connection, Engine, create_engine, event, text
-from sqlalchemy.orm import Session
 
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import CommitOutcomeUnknown
@@ -19,7 +18,6 @@ from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.lakehouse.ledger.commits import Attempt, claim, commit_checkpoint
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
-from tests.conftest import wait_until
 from tests.postgres_server import needs_postgres, postgres
 
 pytestmark = needs_postgres
@@ -39,12 +37,6 @@ def engine_of(lakehouse: Lakehouse) -> Engine:
     """What its catalog talks to the server with."""
     assert isinstance(lakehouse.catalog, SqlCatalog)
     return lakehouse.catalog.engine
-
-
-def limits(engine: Engine) -> list[str]:
-    """What holds in its transactions."""
-    with Session(engine) as session:
-        return [str(session.scalar(text(f"SHOW {name}"))) for name in SETTINGS]
 
 
 def test_frozen_committer_blocks_no_other(config: LakehouseConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,6 +65,7 @@ def test_frozen_committer_blocks_no_other(config: LakehouseConfig, monkeypatch: 
     assert [row.kind for row in other.rows("another")] == ["claim"]
 
 
+@pytest.mark.slow
 def test_locked_row_is_not_awaited_forever(config: LakehouseConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """After its deadline an append reports that the catalog does not answer, and the reason."""
     monkeypatch.setitem(safe_commit.POSTGRES_TIMEOUTS, "lock_timeout", "300ms")
@@ -84,16 +77,3 @@ def test_locked_row_is_not_awaited_forever(config: LakehouseConfig, monkeypatch:
         with pytest.raises(CommitOutcomeUnknown, match="lock timeout"):
             claim(ledger, "r", nonce="n1", replaces=0)
         letting_go.cancel()
-
-
-def test_what_address_and_role_say_of_locks_stands(config: LakehouseConfig) -> None:
-    """Also that nothing is limited; what they do not speak of is limited, whatever the server has for everybody."""
-    assert limits(engine_of(connect(config))) == ["30s", "20s"]
-    with create_engine(config.uri, isolation_level="AUTOCOMMIT").connect() as connection:
-        connection.execute(text("ALTER SYSTEM SET idle_in_transaction_session_timeout = '1d'"))
-        connection.execute(text("SELECT pg_reload_conf()"))
-        connection.execute(text("ALTER ROLE dagster SET lock_timeout = '7s'"))
-    wait_until(lambda: limits(create_engine(config.uri)) == ["1d", "7s"], what="the server to read its settings again")
-    assert limits(engine_of(connect(config))) == ["30s", "7s"]
-    own = config.model_copy(update={"uri": f"{config.uri}&options=-c%20lock_timeout%3D0"})
-    assert limits(engine_of(connect(own))) == ["30s", "0"]

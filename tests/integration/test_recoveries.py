@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import threading
 import time
 from dataclasses import replace
@@ -9,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from dlac_pipeline.checkpoint.restore.resume_point import FreshStart
-from dlac_pipeline.dagster.assets.pages import model_page
 from dlac_pipeline.extensions.upkeep.upkeep import MIN_FILES, run_upkeep
-from dlac_pipeline.lakehouse.errors import CatalogUnreachable, LedgerError
-from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
+from dlac_pipeline.lakehouse.errors import CatalogUnreachable
+from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.commits import claim
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.recoveries import (
@@ -26,7 +24,6 @@ from dlac_pipeline.supervise.attempt_monitor import AttemptMonitor
 from dlac_pipeline.supervise.failure import planned_end
 from dlac_pipeline.supervise.liveness.heartbeat import Phase, RankHeartbeat
 from dlac_pipeline.supervise.recovery_recorder import BackgroundRecorder
-from tests.fixtures import Command
 from tests.small_records import small_recovery
 
 if TYPE_CHECKING:
@@ -38,26 +35,6 @@ def recovery(run: str, *, seq: int) -> Recovery:
     numbers: dict[str, Any] = {f"{phase}_s": 0.5 for phase in PHASES}
     facts = {"attempt": 3, "replaced_attempt": 2, "noticed_by": "recovery_sensor", "outcome": "failed again"}
     return small_recovery(run=run, seq=seq, rows_replayed=44, work_lost_s=7.5, **facts, **numbers)
-
-
-@pytest.mark.filterwarnings("ignore")  # Dagster's own libraries warn of each other
-def test_phases_are_recorded_in_order(arena: Arena, here: Command) -> None:
-    """A sensor notices, the new launch is started, and only that one waits for the end of the old processes."""
-    happen = ["detect", "schedule", "stop", "claim", "verify", "convert", "load", "first step", "total"]
-    claim(Ledger(arena.lakehouse), "r", nonce="n", replaces=0)
-    write_recovery(arena.lakehouse, recovery("r", seq=1))
-    shown = here("incidents", "r", home=arena.home)
-    printed = " ".join(shown.stdout.split())  # a line is folded where the terminal ends
-    phases = happen[:-1]  # the total is printed ahead of them
-    assert [phase for _, phase in sorted((printed.index(f"{phase} 0.5 s"), phase) for phase in phases)] == phases
-    (listed,) = json.loads(here("incidents", "r", "--json", home=arena.home).stdout)
-    page = model_page(arena.lakehouse, "r")
-    (record,) = page["incidents"].value.records
-    assert [each.data["attempt"] for each in page["last_attempts"].value.records] == [1]
-    for columns in (listed, record.data):
-        assert [name for name in columns if name.removesuffix("_s") in PHASES] == [
-            f"{phase.replace(' ', '_')}_s" for phase in happen
-        ]
 
 
 def test_upkeep_merges_recoveries(arena: Arena) -> None:
@@ -121,32 +98,6 @@ def test_outage_loses_no_recovery(arena: Arena, monkeypatch: pytest.MonkeyPatch)
     recorder.close()
     assert [each["event"] for each in events] == ["recovered"]
     assert len(recoveries_of(arena.lakehouse, "r")) == 1
-
-
-def test_recoveries_are_recorded_in_order(arena: Arena, answers: threading.Event) -> None:
-    """A row that cannot be written, for any reason, is a warning in its place."""
-    recorder, events = BackgroundRecorder(arena.lakehouse, arena.spec("r")), list[dict[str, Any]]()
-
-    def refuse(lakehouse: Lakehouse) -> Recovery:
-        raise LedgerError("the ledger is damaged")
-
-    def fail(lakehouse: Lakehouse) -> Recovery:
-        raise TypeError("unknown column")
-
-    def wait(lakehouse: Lakehouse) -> Recovery:
-        answers.wait(20)
-        return recovery("r", seq=1)
-
-    for build in (wait, refuse, fail, lambda _: replace(recovery("r", seq=2), attempt=4)):
-        recorder.record(build, lambda row: {"event": "recovered", "attempt": row.attempt}, events.append)
-    answers.set()
-    recorder.close()
-    assert [each.get("attempt", each["event"]) for each in events] == [3, "warning", "warning", 4]
-    assert [each["message"] for each in events[1:3]] == [
-        "the recovery could not be recorded: the ledger is damaged",
-        "the recovery could not be recorded: TypeError: unknown column",
-    ]
-    assert [each.attempt for each in recoveries_of(arena.lakehouse, "r")] == [3, 4]
 
 
 @pytest.mark.parametrize("limit", ["_CLOSE_WITHIN_S", "_STOPPED_WITHIN_S"])

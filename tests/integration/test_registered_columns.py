@@ -1,6 +1,5 @@
 """Columns of registered Parquet files: every value as pyarrow reads it, or the column is left out or refused by name."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from dlac_pipeline.extensions.registration.register import Registered, register
-from dlac_pipeline.lakehouse.errors import DlacError, SpecInvalid, UnsupportedColumn
+from dlac_pipeline.lakehouse.errors import SpecInvalid, UnsupportedColumn
 from dlac_pipeline.lakehouse.files.parquet import open_parquet
 from dlac_pipeline.lakehouse.iceberg.columns import FileColumns, name_mapping_of
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
@@ -160,61 +159,33 @@ def test_unfit_columns_are_left_out(arena: Arena, tmp_path: Path) -> None:
     assert values_of(arena.lakehouse) == {"row_id": [0, 1], "later": [None, "now"]}
 
 
-def test_field_ids_are_ignored(arena: Arena, tmp_path: Path) -> None:
-    """Columns of files with field ids of their writer are found by name, beside a file without ids."""
-    fields = [
-        pa.field(name, pa.int64(), metadata={"PARQUET:field_id": number}) for name, number in (("b", "1"), ("a", "2"))
-    ]
-    (tmp_path / "pages").mkdir()
-    pq.write_table(pa.table({"a": [1], "b": [2]}), tmp_path / "pages/a.parquet")
-    pq.write_table(pa.table([[20], [10]], schema=pa.schema(fields)), tmp_path / "pages/b.parquet")
-    registered(arena, tmp_path / "pages")
-    assert values_of(arena.lakehouse) == {"a": [1, 10], "b": [2, 20]}
-
-
 @pytest.mark.parametrize(
-    ("name", "n", "error", "message"),
+    ("name", "n", "message"),
     [
-        ("b", ["x"], SpecInvalid, r"one type of column 'n'.*found string in '.*b\.parquet' and long in the table"),
-        ("b", [[1]], SpecInvalid, r"one type of column 'n'.*found list<long> in '.*b\.parquet' and long in the table"),
-        (
-            "b",
-            pa.array([1], pa.uint64()),
-            UnsupportedColumn,
-            r"column 'n' of the table in '.*b\.parquet' as long, found that .*uint64",
-        ),
-        ("day=1/b", [1], SpecInvalid, r"partition keys.*\[\] for the table and \['day'\] for '.*b\.parquet'"),
+        ("b", ["x"], r"one type of column 'n'.*found string in '.*b\.parquet' and long in the table"),
+        ("day=1/b", [1], r"partition keys.*\[\] for the table and \['day'\] for '.*b\.parquet'"),
     ],
 )
-def test_later_contradiction_is_refused(
-    arena: Arena, tmp_path: Path, name: str, n: Any, error: type[DlacError], message: str
-) -> None:
+def test_later_contradiction_is_refused(arena: Arena, tmp_path: Path, name: str, n: Any, message: str) -> None:
     """A second registration that contradicts the table names file and column, and adds no file."""
     write(tmp_path / "pages/a.parquet", {"row_id": [0], "n": [7]})
     first = registered(arena, tmp_path / "pages")
     write(tmp_path / f"pages/{name}.parquet", {"row_id": [1], "n": n})
-    with pytest.raises(error, match=message):
+    with pytest.raises(SpecInvalid, match=message):
         registered(arena, tmp_path / "pages")
     head = arena.lakehouse.load("docs.pages").current_snapshot()
     assert head is not None
     assert head.snapshot_id == first.snapshot_id
 
 
-@pytest.mark.parametrize(
-    ("columns", "message"),
-    [
-        ({"wide": pa.array([1], pa.uint64())}, r"'wide'.*uint64.*a\.parquet"),
-        ({"a.b": [1], "a": pa.array([{"b": 1}])}, r"multiple fields for name a\.b"),
-    ],
-)
-def test_file_without_table_is_refused(arena: Arena, tmp_path: Path, columns: dict[str, Any], message: str) -> None:
-    """Files without a column that fits, or with names that contradict each other, make no table."""
-    write(tmp_path / "pages/a.parquet", columns)
-    with pytest.raises(UnsupportedColumn, match=message):
+def test_file_without_table_is_refused(arena: Arena, tmp_path: Path) -> None:
+    """Files without a column that fits make no table."""
+    write(tmp_path / "pages/a.parquet", {"wide": pa.array([1], pa.uint64())})
+    with pytest.raises(UnsupportedColumn, match=r"'wide'.*uint64.*a\.parquet"):
         registered(arena, tmp_path / "pages")
 
 
-@pytest.mark.parametrize("greatest", ["b" * 15 + "\ud7ff" + "c", "\U0010ffff" * 17, "b" * 16, "b" * 16 + "\ud7ff"])
+@pytest.mark.parametrize("greatest", ["\U0010ffff" * 17, "b" * 16 + "\ud7ff"])
 def test_long_texts_are_bounded(arena: Arena, tmp_path: Path, greatest: str) -> None:
     """A file is registered whatever its greatest text is, and a filter for this text finds its row."""
     columns = {"row_id": [0, 1, 2], "text": ["a" * 40, greatest, None], "raw": [b"", greatest.encode(), b"\xff" * 20]}
@@ -234,9 +205,7 @@ def test_long_texts_are_bounded(arena: Arena, tmp_path: Path, greatest: str) -> 
     [
         ("a%3Db=1%2F2", "a=b", "1/2"),
         ("day=\u0663\u0664", "day", "\u0663\u0664"),
-        ("day=1_000", "day", "1_000"),
         ("day=007", "day", 7),
-        ("day=%5F%5FHIVE_DEFAULT_PARTITION__", "day", "__HIVE_DEFAULT_PARTITION__"),
     ],
 )
 def test_partition_keys_are_decoded(arena: Arena, tmp_path: Path, folder: str, key: str, value: Any) -> None:
@@ -245,31 +214,3 @@ def test_partition_keys_are_decoded(arena: Arena, tmp_path: Path, folder: str, k
     registered(arena, tmp_path / "pages")
     scanned = arena.lakehouse.load("docs.pages").scan().to_arrow().to_pylist()
     assert scanned == [{"row_id": 0, key: value}]
-
-
-def test_number_key_stays_number(arena: Arena, tmp_path: Path) -> None:
-    """Digits of another script are refused where the key is a number, and a number is a text where the key is one."""
-    write(tmp_path / "pages/day=1/a.parquet", {"row_id": [0]})
-    registered(arena, tmp_path / "pages")
-    write(tmp_path / "pages/day=\u0663/a.parquet", {"row_id": [1]})
-    with pytest.raises(SpecInvalid, match="expected an integer for partition key 'day'"):
-        registered(arena, tmp_path / "pages")
-    write(tmp_path / "texts/day=x/a.parquet", {"row_id": [0]})
-    register(arena.lakehouse, "docs.texts", str(tmp_path / "texts"))
-    write(tmp_path / "texts/day=2/a.parquet", {"row_id": [1]})
-    register(arena.lakehouse, "docs.texts", str(tmp_path / "texts"))
-    scanned = arena.lakehouse.load("docs.texts").scan().to_arrow().sort_by("row_id").to_pylist()
-    assert [row["day"] for row in scanned] == ["x", "2"]
-
-
-def test_folder_in_table_is_refused(arena: Arena, tmp_path: Path) -> None:
-    """A partition's folder of a Delta table has rows that the table has deleted, and so have data files of Iceberg."""
-    write(tmp_path / "pages/day=1/a.parquet", {"row_id": [0]})
-    (tmp_path / "pages/_delta_log").mkdir()
-    with pytest.raises(SpecInvalid, match=r"found a delta table at '/.*/pages'"):
-        registered(arena, tmp_path / "pages/day=1")
-    (tmp_path / "other").mkdir()
-    schema = pa.schema([("row_id", pa.int64())], metadata={"iceberg.schema": json.dumps({})})
-    pq.write_table(pa.table([[0]], schema=schema), tmp_path / "other/a.parquet")
-    with pytest.raises(UnsupportedColumn, match=r"data file of an Iceberg table.*"):
-        registered(arena, tmp_path / "other")

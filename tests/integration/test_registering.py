@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import shutil
 import time
 from collections.abc import Sequence
 from datetime import datetime
@@ -31,7 +30,7 @@ from dlac_pipeline.lakehouse.errors import (
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.plan.planner import make_plan
 from tests.conftest import Arena
-from tests.object_store import Network, ObjectStore
+from tests.object_store import ObjectStore
 
 ROWS = 40
 
@@ -116,36 +115,23 @@ def test_columns_are_united(arena: Arena, tmp_path: Path) -> None:
             SpecInvalid,
             r"one type of column 'lang'.*long in '.*b\.parquet' and string in '.*a\.parquet'",
         ),
-        (
-            {"day=1/a.parquet": {}, "month=1/a.parquet": {}},
-            SpecInvalid,
-            r"the same partition keys.*\['day'\].*\['month'\]",
-        ),
         ({"row_id=1/a.parquet": {}}, SpecInvalid, r"partition key 'row_id' in the names of folders only"),
         ({"a.parquet": {}, "b.parquet": b"not Parquet"}, DataFileUnreadable, r"a Parquet file at '.*b\.parquet'"),
         ({}, SpecInvalid, r"Parquet files at .*, found none"),
-        (None, DataFileUnreadable, r"to list"),
         (
             {"a.parquet": {}, "_delta_log/0.json": b""},
             SpecInvalid,
             r'source\.format = "delta" and source\.table = "/.*/pages"',
         ),
-        ({"a.parquet": {}, ".hoodie/hoodie.properties": b""}, SpecInvalid, r"found a hudi table at '/.*/pages'"),
-        (
-            {"a.parquet": {}, "metadata/v1.metadata.json": b""},
-            SpecInvalid,
-            r"found an Iceberg table at .*in its catalog",
-        ),
     ],
 )
 def test_unfit_files_are_refused(
-    arena: Arena, tmp_path: Path, files: dict[str, Any] | None, error: type[DlacError], message: str
+    arena: Arena, tmp_path: Path, files: dict[str, Any], error: type[DlacError], message: str
 ) -> None:
     """The error names files and columns, and no table is made."""
     pages = tmp_path / "pages"
-    if files is not None:
-        pages.mkdir()
-    for name, content in (files or {}).items():
+    pages.mkdir()
+    for name, content in files.items():
         if isinstance(content, bytes):
             (pages / name).parent.mkdir(exist_ok=True)
             (pages / name).write_bytes(content)
@@ -170,15 +156,14 @@ def test_other_table_is_refused(arena: Arena, tmp_path: Path) -> None:
         register(arena.lakehouse, "docs.pages", str(tmp_path / "two"))
 
 
-@pytest.mark.parametrize("change", ["another size", "another value"])
-def test_changed_file_is_refused(arena: Arena, tmp_path: Path, change: str) -> None:
+def test_changed_file_is_refused(arena: Arena, tmp_path: Path) -> None:
     """Registration and reading find a file that was written again under its name. New files are not added either."""
     path = write(tmp_path, "pages/a.parquet", 0, n=[1] * ROWS)
     register(arena.lakehouse, "docs.pages", str(tmp_path / "pages"))
     spec = arena.spec("pages", world_size=1, table="docs.pages", columns=["row_id", "x"], batch_size=8, passes=1)
     arena.train(spec, until=2)
     time.sleep(0.05)  # the clock of a file system has steps
-    write(tmp_path, "pages/a.parquet", 0, n=[2 if change == "another value" else 3000] * ROWS)
+    write(tmp_path, "pages/a.parquet", 0, n=[2] * ROWS)
     write(tmp_path, "pages/b.parquet", 100, n=[1] * ROWS)
     with pytest.raises(DataFileChanged, match=str(path)):
         register(arena.lakehouse, "docs.pages", str(tmp_path / "pages"))
@@ -188,20 +173,6 @@ def test_changed_file_is_refused(arena: Arena, tmp_path: Path, change: str) -> N
         make_plan(arena.lakehouse, spec.sources[0])
     with pytest.raises(DataFileChanged, match=str(path)):
         plan_forget(arena.lakehouse, "docs.pages", ["row_id = 3"])
-
-
-def test_rows_of_removed_file_are_forgotten(arena: Arena, tmp_path: Path) -> None:
-    """A request names runs that have read a registered file, also after the file and its folder were removed."""
-    write(tmp_path, "pages/a.parquet", 0, n=[1] * ROWS)
-    register(arena.lakehouse, "docs.pages", str(tmp_path / "pages"))
-    keyed: dict[str, Any] = {"row_keys": True, "identity_columns": ["row_id"]}
-    spec = arena.spec(
-        "pages", world_size=1, table="docs.pages", columns=["row_id", "x"], batch_size=8, passes=1, **keyed
-    )
-    arena.train(spec, until=2)
-    shutil.rmtree(tmp_path / "pages")
-    [run] = plan_forget(arena.lakehouse, "docs.pages", ["row_id = 3"])["runs"]
-    assert run["run"] == "pages"
 
 
 def register_slowly(home: Path, location: str, before: bool) -> None:
@@ -219,15 +190,15 @@ def register_slowly(home: Path, location: str, before: bool) -> None:
     register(lakehouse, "docs.pages", location)
 
 
-@pytest.mark.parametrize(
-    "before",
-    [pytest.param(True, id="before the commit"), pytest.param(False, id="after the commit", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("before", [True, False])
 def test_killed_registration_is_repeated(arena: Arena, tmp_path: Path, before: bool) -> None:
     """SIGKILL around the commit: the next registration leaves each file once in the table."""
     write(tmp_path, "pages/a.parquet", 0)
     location = str(tmp_path / "pages")
-    process = multiprocessing.get_context("spawn").Process(target=register_slowly, args=(arena.home, location, before))
+    process = multiprocessing.get_context("forkserver").Process(
+        target=register_slowly, args=(arena.home, location, before)
+    )
     process.start()
     process.join()
     assert process.exitcode == -9
@@ -235,6 +206,7 @@ def test_killed_registration_is_repeated(arena: Arena, tmp_path: Path, before: b
     assert len(rows_in(arena.lakehouse, ["row_id"])) == ROWS
 
 
+@pytest.mark.slow
 def test_bucket_is_registered(store: ObjectStore, tmp_path: Path) -> None:
     """Files of a bucket, by a pattern. A key with # is refused: PyIceberg would read another object."""
     (tmp_path / "home").mkdir()
@@ -266,21 +238,7 @@ def test_locations_are_patterns_or_names(arena: Arena, tmp_path: Path, location:
     assert list(registered_tables(arena.lakehouse)) == [("docs.deep.pages", f"file://{tmp_path}/{location}")]
 
 
-def test_bucket_outage_commits_nothing(store: ObjectStore, network: Network, tmp_path: Path) -> None:
-    """While the bucket does not answer the location is refused, and no table is made. Then the same command works."""
-    (tmp_path / "home").mkdir()
-    lakehouse = connect(LakehouseConfig(properties=store.properties(network.url)).at_home(tmp_path / "home"))
-    path = write(tmp_path, "a.parquet", 0)
-    with store.files.open_output_stream("lake/pages/a.parquet") as stream:
-        stream.write(path.read_bytes())
-    network.cut()
-    with pytest.raises(DataFileUnreadable, match="s3://lake/pages"):
-        register(lakehouse, "docs.pages", "s3://lake/pages")
-    assert list(registered_tables(lakehouse)) == []
-    network.mend()
-    assert register(lakehouse, "docs.pages", "s3://lake/pages").added_rows == ROWS
-
-
+@pytest.mark.slow
 def test_sensor_requests_new_files(arena: Arena, tmp_path: Path) -> None:
     """The job registers what the sensor finds. The sensor requests the same files once, and nothing without new ones."""
     write(tmp_path, "pages/a.parquet", 0)

@@ -144,10 +144,6 @@ CHANGES: list[tuple[dict[str, Any], str]] = [
     ({"seed": 4}, "seed: committed 3, asked for 4"),
     ({"row_filter": "even = true"}, "row_filter: committed '', asked for 'even = true'"),
     ({"batch_size": 32}, "batch_size: committed 16, asked for 32"),
-    ({"key_groups": 8}, "key_groups: committed 4, asked for 8"),
-    ({"columns": ["row_id", "x", "even"]}, r"columns: committed \('row_id', 'x'\)"),
-    ({"shuffle": False}, "shuffle: committed True, asked for False"),
-    ({"block_slices": 1}, "block_slices: committed 4, asked for 1"),
     ({"version": 1}, r"snapshot_id: committed \d+, asked for 1"),
     ({"table": "src.other"}, r"table_uuid: committed '.*', asked for '\(no table src\.other\)'"),
 ]
@@ -191,23 +187,12 @@ def test_recovery_keeps_exclusions_of_rewind(arena: Arena, spec: JobSpec) -> Non
     assert json.loads(point.leg)["sources"][0]["exclude"] == ["even = true"]
 
 
-def test_unwrapped_model_is_explained(arena: Arena, spec: JobSpec) -> None:
-    """`run.restore(model)` names what to write instead."""
-    with (
-        arena.training_run(spec) as run,
-        pytest.raises(ScriptInvalid, match=r"'Linear'.*dlac_pipeline\.TorchState\(model=model"),
-    ):
-        run.restore(torch.nn.Linear(4, 1))
-
-
-@pytest.mark.parametrize("store", ["a regular file", "below a regular file"])
-def test_unwritable_store_is_named(arena: Arena, spec: JobSpec, store: str) -> None:
+def test_unwritable_store_is_named(arena: Arena, spec: JobSpec) -> None:
     """The first checkpoint ends the attempt with the store's path. Nothing is committed."""
     path = arena.home / "file"
     path.touch()
-    bad = path if store == "a regular file" else path / "store"
     with pytest.raises(StoreUnavailable, match=str(path)):
-        arena.train(arena.spec("r1", world_size=1, store=str(bad)))
+        arena.train(arena.spec("r1", world_size=1, store=str(path / "store")))
     assert arena.rows("r1", CheckpointRow) == []
 
 

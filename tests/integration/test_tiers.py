@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Barrier
 from typing import Any
 
 import pytest
 import torch
-import yaml
 
 from dlac_pipeline import DistributedState, TorchState
 from dlac_pipeline.audit.audit import audit_run
@@ -24,7 +19,6 @@ from dlac_pipeline.extensions.kept_checkpoints.listing import list_checkpoints, 
 from dlac_pipeline.lakehouse.errors import CheckpointDamaged, StoreUnavailable
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import QuarantinedCheckpointRow, RetireRow
-from dlac_pipeline.lakehouse.store_files import StoreFiles
 from dlac_pipeline.spec.job_spec import JobSpec
 from tests.conftest import Arena, wait_until
 from tests.fixtures import Command
@@ -76,7 +70,7 @@ def test_store_has_all_and_local_newest(arena: Arena, spec: JobSpec, here: Comma
     assert [each["tiers"] for each in listed] == [["store"], ["local", "store"], ["local", "store"]]
 
 
-@pytest.mark.parametrize("lost", ["a bit", "everything"])
+@pytest.mark.parametrize("lost", ["a bit", pytest.param("everything", marks=pytest.mark.slow)])
 def test_missing_local_files_come_from_store(arena: Arena, spec: JobSpec, lost: str) -> None:
     """Only files that are lost here are fetched, nothing is quarantined, and the run resumes exactly."""
     arena.train(spec, until=8)
@@ -97,25 +91,6 @@ def test_missing_local_files_come_from_store(arena: Arena, spec: JobSpec, lost: 
     assert arena.rows("r1", QuarantinedCheckpointRow) == []
 
 
-def test_shared_local_folder_is_mended_once(arena: Arena, spec: JobSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two processes with the same process id fetch the same file under different names."""
-    arena.train(spec, until=8)
-    file_of(arena.home / "near", 5).unlink()
-    together, fetch = Barrier(2, timeout=120.0), StoreFiles.fetch
-
-    def fetch_together(self: StoreFiles, address: str, target: Path) -> None:
-        fetch(self, address, target)
-        together.wait()
-
-    monkeypatch.setattr(StoreFiles, "fetch", fetch_together)
-    (row,) = arena.lineage("r1")
-    with ThreadPoolExecutor(2) as pool:
-        both = list(pool.map(lambda _: restore(row, tiers_of(spec)), range(2)))
-    assert [found.fetched for found in both] == [["torch-state.pt"]] * 2
-    assert not list(arena.home.rglob("*.tmp-*"))
-    assert restore(row, tiers_of(spec)).fetched == []
-
-
 def test_a_whole_local_copy_needs_no_store(arena: Arena, spec: JobSpec) -> None:
     """With the store's copy damaged, a restart here loads the local copy. `dlac checkpoint verify` names the damaged file."""
     arena.train(spec, until=8)
@@ -131,6 +106,7 @@ def test_a_whole_local_copy_needs_no_store(arena: Arena, spec: JobSpec) -> None:
         restore(row, tiers_of(spec))
 
 
+@pytest.mark.slow
 def test_with_both_copies_damaged_the_parent_is_resumed(arena: Arena, spec: JobSpec) -> None:
     """If no copy is whole, the checkpoint is quarantined and the run resumes at the one before."""
     arena.train(spec, until=13)
@@ -142,52 +118,12 @@ def test_with_both_copies_damaged_the_parent_is_resumed(arena: Arena, spec: JobS
     assert audit_run(arena.lakehouse, "r1").exact
 
 
-def test_full_store_fails_checkpoint_at_once(arena: Arena, spec: JobSpec) -> None:
-    """What waiting does not mend is not waited for: a store below a regular file; nothing is committed."""
-    arena.train(spec, until=8)
-    far = arena.home / "far"
-    far.rename(arena.home / "aside")
-    far.touch()
-    with pytest.raises(StoreUnavailable, match=f"write to the checkpoint store at .*{far.name}") as refused:
-        arena.train(spec)
-    assert "for 120 s" not in str(refused.value)
-    far.unlink()
-    (arena.home / "aside").rename(far)
-    assert min(arena.train(spec)) == 6
-
-
 def test_retired_checkpoints_leave_both_places(arena: Arena, spec: JobSpec) -> None:
     """A checkpoint that is retired in the store has no copy here either, however many may be kept."""
     kept = spec.model_copy(update={"checkpoint": spec.checkpoint.model_copy(update={"keep_last": 1})})
     arena.train(kept)
     both = [arena.home / "far", arena.home / "near"]
     wait_until(lambda: [steps(each) for each in both] == [[15], [15]], what="the removal of the retired")
-
-
-@pytest.mark.soak
-def test_every_machine_has_a_verified_copy(arena: Arena, spec: JobSpec) -> None:
-    """Two ranks on machines with folders of their own: each makes its part there; resumed, the second has all from the store."""
-    machines, far = arena.home / "machines", arena.home / "far"
-    path, raw = arena.home / "r1.yaml", spec.model_dump()
-
-    def launch(**params: str) -> str:
-        params |= {"machines": str(machines), "journal": str(arena.home / "journal")}
-        path.write_text(yaml.safe_dump(raw | {"params": params}))
-        command = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node", "2"]
-        program = str(arena.program("train_on_nodes.py"))
-        done = subprocess.run([*command, program, str(path)], check=False, capture_output=True, text=True, timeout=120)
-        return "" if done.returncode == 0 else done.stderr
-
-    assert "exitcode: 1" in " ".join(launch(dies_at="8").split())
-    names = {"manifest.json", "torch-state.pt", "rng-00000.pt", "rng-00001.pt"}
-    assert {path.name for path in far.glob("r1/attempt-*/step-*/*")} == names
-    assert {path.name for path in machines.glob("1/r1/attempt-*/step-*/*")} == {"rng-00001.pt"}
-    assert "exitcode: 1" in " ".join(launch(dies_at="13").split())
-    assert {path.name for path in machines.glob("1/r1/attempt-0001/step-*/*")} == names
-    assert launch() == ""
-    assert steps(far) == [5, 10, 15]
-    assert audit_run(arena.lakehouse, "r1").exact
-    assert [row.attempt for row in arena.lineage("r1")] == [1, 2, 3]
 
 
 def test_new_store_ignores_old_one(arena: Arena, spec: JobSpec) -> None:
@@ -201,26 +137,12 @@ def test_new_store_ignores_old_one(arena: Arena, spec: JobSpec) -> None:
     assert all(verdict.problem is None for verdict in verify_checkpoints(arena.lakehouse, "r1"))
 
 
-def test_a_store_that_is_away_is_not_damage(arena: Arena, spec: JobSpec) -> None:
-    """A local copy that lacks a file, and a store that is not mounted: nothing is quarantined."""
-    arena.train(spec, until=8)
-    file_of(arena.home / "near", 5).unlink()
-    far = arena.home / "far"
-    far.rename(arena.home / "elsewhere")
-    with pytest.raises(StoreUnavailable, match="mount the store"):
-        arena.train(spec)
-    assert arena.rows("r1", QuarantinedCheckpointRow) == []
-    shutil.rmtree(far)
-    (arena.home / "elsewhere").rename(far)
-    assert min(arena.train(spec)) == 6
-
-
 @pytest.mark.parametrize(
     ("gone", "mode", "engine"),
     [
         ("far", "asynchronous", TorchState),
         pytest.param("near", "synchronous", TorchState, marks=pytest.mark.slow),
-        ("both", "synchronous", DistributedState),
+        pytest.param("both", "synchronous", DistributedState, marks=pytest.mark.slow),
     ],
 )
 def test_unmounted_store_takes_no_checkpoint(

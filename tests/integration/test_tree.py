@@ -6,11 +6,12 @@ import subprocess
 import sys
 
 from tests.conftest import PROGRAMS
+from tests.forked import Forked
 
 
 def test_threads_share_a_group() -> None:
     """Two trees with tags and sums over one group do not mix, and the lowest rank's failure reaches all."""
-    done = subprocess.run(
-        [sys.executable, PROGRAMS / "talk_in_threads.py"], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert (done.returncode, done.stdout) == (0, "exact\n"), done.stderr
+    command = [sys.executable, str(PROGRAMS / "talk_in_threads.py")]
+    with Forked(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        said, problems = process.communicate(timeout=300)
+    assert (process.returncode, said) == (0, "exact\n"), problems

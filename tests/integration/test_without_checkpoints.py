@@ -12,7 +12,6 @@ from dlac_pipeline.lakehouse.errors import NoRestorableCheckpoint
 from dlac_pipeline.lakehouse.ledger.commits import Attempt, claim, quarantine
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
-from tests.dagster_runs import evaluate_checks
 
 if TYPE_CHECKING:
     from tests.conftest import Arena
@@ -27,9 +26,6 @@ def test_run_waiting_for_batch_passes_checks(arena: Arena) -> None:
     assert arena.train(spec) == {}
     assert not arena.rows(spec.run, CheckpointRow)
     assert verify_head(arena.lakehouse, spec.run, None) is None
-    results = evaluate_checks(spec)
-    assert [result.passed for result in results.values()] == [True] * 4
-    assert results["checkpoint_restorable"].description == "run 'waits' has no checkpoint yet: nothing to read"
     assert model_page(arena.lakehouse, spec.run)["head_checkpoint"] == "(none)"
 
 
