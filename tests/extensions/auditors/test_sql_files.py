@@ -267,13 +267,3 @@ def test_option_lets_files_through(home: Path, tmp_path: Path, capsys: pytest.Ca
     ask(home, f"COPY (FROM read_csv('{home}/secret.csv')) TO '{tmp_path}/out.csv'", "--allow-files")
     assert (tmp_path / "out.csv").read_text() == "a,b\n1,2\n"
     assert capsys.readouterr().out
-
-
-def test_open_audit_stays_free(home: Path) -> None:
-    """The library's own connection is not locked: reports write their own files."""
-    lakehouse = lakehouse_at(home)
-    with open_audit(lakehouse) as connection:
-        check_reads_only(connection, "FROM plans")
-        assert connection.execute(f"FROM read_csv('{home}/secret.csv')").fetchall() == [(1, 2)]
-        lock_to_lakehouse(connection, lakehouse)
-        assert len(connection.execute("FROM plans").fetchall()) == 2

@@ -9,7 +9,6 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import torch
-from pyiceberg.types import StringType
 
 import dlac_pipeline
 from dlac_pipeline.audit.audit import audit_run
@@ -202,31 +201,6 @@ def test_rewind_is_one_fencing_append(arena: Arena) -> None:
     with arena.lakehouse.own("consumption").transaction() as transaction:
         transaction.remove_properties("dlac.fence.r")
     assert not Ledger(arena.lakehouse).state("r").finished
-
-
-@pytest.mark.soak
-def test_command_line_reports_rows_seen(arena: Arena, here: Command) -> None:
-    """The command prints the number of rows and the rewind that goes further back. `--json` has both."""
-    arena.table(appends=(500,))
-    spec = arena.spec("r", world_size=1, passes=2, every_steps=5)
-    steps = {step: rows for step, rows in arena.train(spec, until=17).items() if step <= 15}
-    step_of = {row: step for step, rows in steps.items() for row in rows}
-    seen = [row for row, step in step_of.items() if step > 5][:3]
-    where = f"row_id IN ({', '.join(map(str, seen))})"
-    spec_path = str(arena.home / "r.yaml")
-    options = ["--to-step", "15", "--exclude", where, "--spec", spec_path]
-    said = here("rewind", "r", *options, home=arena.home)
-    assert said.returncode == 0, said.stderr
-    assert "was trained on 3 of the excluded rows" in said.stdout
-    assert f"dlac rewind r --to-step 5 --exclude '{where}'" in said.stdout
-    said = here("rewind", "r", *options[:2], "--exclude", "row_id > 0", *options[4:], "--json", home=arena.home)
-    report = json.loads(said.stdout)
-    assert (report["excluded_rows_seen"], report["clean_step"]) == (len(step_of.keys() - {0}), 0)
-    said = here("rewind", "r", "--to-step", "5", "--exclude", "row_id > 0", *options[4:], home=arena.home)
-    assert "begin the run again with dlac rewind r --to-step 0 --exclude 'row_id > 0'" in said.stdout
-    done = rewind_run(arena.lakehouse, "r", nonce="op", step=5, exclude=[where.replace("IN (", "IN (1500, ")])
-    assert (done.excluded_rows_seen, done.clean_step, done.not_counted) == (0, None, "")
-    assert rewind_run(arena.lakehouse, "r", nonce="op1", step=5, exclude=["row_id > 490"]).clean_checkpoint is None
 
 
 @pytest.mark.parametrize("kind", ["packed", "transformed"])
@@ -444,25 +418,6 @@ def rows_of_steps(steps: Steps) -> set[int]:
     return {row for rows in steps.values() for row in rows}
 
 
-@pytest.mark.soak
-def test_exclusion_uses_newer_column(arena: Arena) -> None:
-    """In what was planned before the column came it is null, and so nothing is excluded there."""
-    table = arena.table(appends=(128,))
-    spec = following(arena)
-    arena.train(spec, until=4)  # rows of the first plan stay open
-    with table.update_schema() as update:
-        update.add_column("lang", StringType())
-    arena.lakehouse.load("src.t").append(source_rows(128, 64).append_column("lang", pa.array(["en", "xx"] * 32)))
-    arena.train(spec, until=4)
-    arena.train(spec, until=5)
-    rewind_run(arena.lakehouse, "r", nonce="op", step=2, exclude=["lang = 'xx'"])
-    seen = rows_of_steps(arena.train(spec))
-    assert len([row for row in seen if row < 128]) == 64
-    assert {row for row in seen if row >= 128} <= set(range(128, 192, 2))
-    report = audit_run(arena.lakehouse, "r")
-    assert (report.exact, report.problems) == (True, ())
-
-
 def test_exclusion_follows_renamed_column(arena: Arena) -> None:
     """Rows that come under the new name are excluded as well, and a rewind can name either."""
     table = arena.table(appends=(128,))
@@ -500,19 +455,3 @@ def test_rewind_past_unknown_rows_is_refused(arena: Arena) -> None:
     lenient = spec.model_copy(update={"source": spec.source.model_copy(update={"on_overwrite": "read"})})
     assert rewind_run(arena.lakehouse, "r", nonce="op", step=2, spec=lenient).step == 2
     arena.train(lenient)
-
-
-@pytest.mark.soak
-def test_small_appends_commit_nothing_after_exclusion(arena: Arena) -> None:
-    """The branch's first checkpoint reports the rows left out. A trickle of rows must not push older checkpoints out."""
-    arena.table(appends=(128,))
-    spec = following(arena)
-    arena.train(spec)
-    rewind_run(arena.lakehouse, "r", nonce="op", step=2, exclude=["row_id >= 9999"])
-    arena.train(spec)
-    known = [row.checkpoint_id for row in arena.lineage("r")]
-    for start in (128, 136):
-        append(arena, start, 8)
-        assert arena.train(spec) == {}
-    assert [row.checkpoint_id for row in arena.lineage("r")] == known
-    assert audit_run(arena.lakehouse, "r").exact

@@ -94,19 +94,6 @@ def test_passport_names_what_it_misses(forked: Forked) -> None:
     assert (answer["trained_on"], answer["unknown"]) == ("unknown", "1 data files of src.v have no keys")
 
 
-@pytest.mark.slow
-def test_keys_of_other_columns_are_unknown(arena: Arena, here: Command) -> None:
-    """A data file that has keys of other columns only leaves a question open."""
-    arena.table(appends=(64,))
-    arena.train(arena.spec("a", world_size=1, passes=1, **KEYED))
-    arena.lakehouse.load("src.t").append(source_rows(64, 64))
-    arena.train(arena.spec("b", world_size=1, passes=1, row_keys=True, identity_columns=["name"]))
-    out, _ = Forked(arena, here, set()).export("b")
-    with closing(OpenPassport(out)) as passport:
-        assert len(passport.facts.identities) == 2
-        assert passport.facts.incomplete == ('1 data files of src.t have no keys of {"row_id": "BIGINT"}',)
-
-
 def test_wrong_passport_is_refused(forked: Forked) -> None:
     """One of other weights, one cut short, one of another format, and one without documents, whose own digest fits.
 
@@ -148,16 +135,3 @@ def check_forged(forked: Forked, out: Path, content: bytes) -> None:
     assert forged["passport"] == "not compared with the ledger, which is not here"
     refused = forked.here(*question, home=forked.arena.home)
     assert (refused.returncode, "found a changed one" in refused.stderr) == (64, True)
-
-
-@pytest.mark.slow
-def test_run_without_keys_has_no_passport(forked: Forked) -> None:
-    """The weights replace an export, whose passport would speak of them, and the command reports that there is none."""
-    out, _ = forked.export("b")
-    forked.arena.table("src.w", appends=(64,))
-    forked.arena.train(forked.arena.spec("w", table="src.w", world_size=1, passes=1))
-    _, refused = forked.export("w")
-    assert "set source.row_keys in the job spec" in refused
-    assert not passport_of(out).exists()
-    with pytest.raises(SpecInvalid, match="expected a passport that `dlac passport write` wrote"):
-        OpenPassport(out)

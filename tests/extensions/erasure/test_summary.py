@@ -77,13 +77,3 @@ def test_tokens_of_packed_legs_are_counted(workshop: Workshop) -> None:
     places = sum((end - start) * per_batch for (start, per_batch), end in zip(legs, ends, strict=True))
     assert {per_batch for _, per_batch in legs} == {8, 16}
     assert [source["tokens"] for source in report["sources"]] == [16 * places] * 2
-
-
-def test_untrained_run_has_no_summary(arena: Arena, here: Command) -> None:
-    """A run that was claimed and has no checkpoint."""
-    arena.table(appends=(300,))
-    arena.train(arena.spec("r", world_size=1), until=2)
-    arena.monkeypatch.delenv("DLAC_HOME")
-    done = here("summary", "r", home=arena.home)
-    assert (done.returncode, done.stdout) == (64, "")
-    assert "expected a checkpoint of run 'r', found none yet" in done.stderr

@@ -8,7 +8,6 @@ from typing import Any
 from urllib.parse import quote
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from deltalake import DeltaTable, write_deltalake
 
@@ -19,7 +18,6 @@ from tests.extensions.formats.delta_tables import (
     change_first_action,
     commit,
     live_adds,
-    log_file,
     newest,
     planned_rows,
     query,
@@ -76,16 +74,6 @@ def test_every_version_reads_exactly(arena: Arena, location: Path) -> None:
     DeltaTable(location).optimize.z_order(["id"])
     DeltaTable(location).create_checkpoint()
     write_deltalake(location, some_rows(90, 5, extra=1), mode="append")
-    check_all_versions(arena, location)
-
-
-@pytest.mark.slow
-def test_overwritten_schema_keeps_old_versions(arena: Arena, location: Path) -> None:
-    """A column that has another type, another place or none since, and other partitions."""
-    write_deltalake(location, some_rows(0, 10), partition_by=["day"])
-    other = pa.table({"score": ["high", "low"], "id": [1, 2], "kind": ["a", "b"]})
-    write_deltalake(location, other, mode="overwrite", schema_mode="overwrite", partition_by=["kind"])
-    write_deltalake(location, some_rows(20, 5), mode="overwrite", schema_mode="overwrite", partition_by=[])
     check_all_versions(arena, location)
 
 
@@ -166,27 +154,6 @@ def test_vector_beyond_first_bitmap_container(arena: Arena, location: Path) -> N
     assert found == set(range(200_000)) - set(dead)
 
 
-@pytest.mark.slow
-def test_field_ids_in_files_are_ignored(arena: Arena, location: Path) -> None:
-    """An Arrow table that was read from Iceberg brings field ids into the files that differ from the table's."""
-    swapped = [pa.field("a", pa.int64(), metadata={"PARQUET:field_id": "2"}), pa.field("b", pa.int64())]
-    swapped[1] = swapped[1].with_metadata({"PARQUET:field_id": "1"})
-    write_deltalake(location, pa.table({"a": [1], "b": [2]}))
-    [path] = live_adds(location)
-    pq.write_table(pa.table([[1], [2]], schema=pa.schema(swapped)), location / path)
-    assert b"PARQUET:field_id" in pq.read_schema(location / path).field("a").metadata
-    assert planned_rows(arena.lakehouse, location) == [{"a": 1, "b": 2}]
-
-
-@pytest.mark.slow
-def test_rows_without_statistics_are_counted(arena: Arena, location: Path) -> None:
-    """Then the number of rows of a file is in its footer only."""
-    write_deltalake(location, some_rows(0, 10), configuration={"delta.dataSkippingNumIndexedCols": "0"})
-    text = log_file(location, 0).read_text()
-    log_file(location, 0).write_text(text.replace('"stats":"', '"notes":"'))
-    check_all_versions(arena, location)
-
-
 @pytest.mark.parametrize(
     ("kind", "changes", "named"),
     [
@@ -204,24 +171,6 @@ def test_features_that_change_rows_are_refused(
     change_first_action(location, kind, **changes, **features)
     with pytest.raises(UnsupportedSnapshot, match=named):
         planned_rows(arena.lakehouse, location, columns=["id"])
-
-
-@pytest.mark.slow
-def test_widened_types_are_refused(arena: Arena, location: Path) -> None:
-    """The feature alone changes nothing. A column whose type was changed is refused."""
-    write_deltalake(location, some_rows(0, 3))
-    widening = {"minReaderVersion": 3, "minWriterVersion": 7, "readerFeatures": ["typeWidening"]}
-    change_first_action(location, "protocol", **widening, writerFeatures=["typeWidening"])
-    assert len(planned_rows(arena.lakehouse, location, columns=["id"])) == 3
-    write_deltalake(location.with_name("other"), some_rows(0, 3))
-    other = location.with_name("other")
-    change = (
-        '{"type":"struct","fields":[{"name":"id","type":"long","nullable":true,"metadata":{"delta.typeChanges":[]}}]}'
-    )
-    change_first_action(other, "protocol", **widening, writerFeatures=["typeWidening"])
-    change_first_action(other, "metaData", schemaString=change)
-    with pytest.raises(UnsupportedSnapshot, match="typeWidening"):
-        planned_rows(arena.lakehouse, other, columns=["id"])
 
 
 @pytest.mark.parametrize(

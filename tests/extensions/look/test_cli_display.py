@@ -14,7 +14,6 @@ import pytest
 from dlac_pipeline.extensions.branches.appends import commit_rewind
 from dlac_pipeline.extensions.exchange.fork import fork_run
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.supervise.liveness.run_lock import run_lock
 from tests.conftest import wait_until
 from tests.forked import Forked
 from tests.integration.test_cli import DLAC
@@ -49,20 +48,6 @@ def test_runs_are_listed_for_programs(arena: Arena, here: Command) -> None:
         status = json.loads(here("status", run, "--json", home=arena.home).stdout)
         assert (status["launch"], status["step"]) == (found[run]["launch"], found[run]["step"])
         assert status["next_command"] == f"{found[run]['next_command']} --home {arena.home}"
-
-
-def test_dead_launch_is_reported_at_once(arena: Arena, here: Command) -> None:
-    """While its lock is held a run trains; when the holder is gone it is dead in the same second, and what to type is shown."""
-    arena.table(appends=(300,))
-    spec = arena.spec("r", world_size=1, passes=1, every_steps=4)
-    arena.train(spec, until=9)
-    arena.monkeypatch.delenv("DLAC_HOME")  # else a command finds the lakehouse without an option
-    with run_lock(spec.checkpoint.local, "r", wait_s=0, takeover=False):
-        alive = here("status", "r", home=arena.home).stdout
-        assert f"training: attempt 1, process {os.getpid()}" in alive
-    dead = here("status", "r", home=arena.home).stdout
-    assert "dead: attempt 1 has no process on this node any more" in dead
-    assert f"dlac recover r --spec FILE --home {arena.home}" in dead
 
 
 def test_watch_waits_for_starting_run(arena: Arena) -> None:

@@ -18,7 +18,7 @@ from dlac_pipeline.dagster.training_runs import model_key
 from dlac_pipeline.extensions.look.live_status import LiveStatus
 from dlac_pipeline.extensions.replay.rehearse import rehearse_run
 from dlac_pipeline.extensions.replay.replay import PREFIX
-from dlac_pipeline.lakehouse.errors import CheckpointDamaged, NothingToRehearse
+from dlac_pipeline.lakehouse.errors import CheckpointDamaged
 from dlac_pipeline.lakehouse.ledger.run_rows import claim_of
 from dlac_pipeline.supervise.claims import spec_of_attempt
 from jobs.definitions import defs
@@ -102,16 +102,6 @@ def test_damaged_checkpoint_is_named(campaign: Arena) -> None:
 
 
 @pytest.mark.soak
-def test_nothing_to_rehearse_names_setting(arena: Arena) -> None:
-    """If only the head is kept, no checkpoint with a successor exists."""
-    arena.table(appends=(160,))
-    spec = arena.spec("r", world_size=1, passes=1, every_steps=2, keep_last=1)
-    arena.train(spec)
-    with pytest.raises(NothingToRehearse, match="keep_last = 2"):
-        rehearse_run(arena.lakehouse, "r", spec=spec)
-
-
-@pytest.mark.soak
 def test_live_run_is_rehearsed_and_continues(campaign: Arena) -> None:
     """The run trains on during an identical rehearsal, and its batches equal the undisturbed run's."""
     launch = campaign.launch(campaign.spec("watched", pause_s=0.15))
@@ -133,16 +123,6 @@ def test_live_run_is_rehearsed_and_continues(campaign: Arena) -> None:
     assert len(launch.of("attempt")) == 1
     reference = campaign.journal("reference")
     assert campaign.journal("watched") == {step: reference[step] for step in campaign.journal("watched")}
-
-
-@pytest.mark.soak
-def test_watch_of_finished_run_ends(campaign: Arena) -> None:
-    """`dlac status --watch` prints one JSON object per poll into a pipe, and stops when the run is finished."""
-    done = dlac("status", "reference", "--watch", home=campaign.home)
-    assert done.returncode == 0, done.stderr
-    (line,) = done.stdout.splitlines()
-    facts = json.loads(line)
-    assert (facts["state"], facts["step"], facts["at_risk_steps"], facts["consumed_share"]) == ("finished", 125, 0, 1.0)
 
 
 @pytest.mark.soak

@@ -237,23 +237,6 @@ def test_packed_documents_have_own_losses(arena: Arena) -> None:
 
 
 @pytest.mark.soak
-def test_spike_before_first_checkpoint(spiky: Arena) -> None:
-    """The step is replayed from the beginning, and its row is left out from there. Each attempt reaches a later step."""
-    spec = spiky.spec("b", passes=1, every_steps=100, on_spike="stop")
-    launch = spiky.launch(spec)
-    assert launch.wait() == LossSpiked.exit_code, launch.stderr
-    report = explain_spike(spiky.lakehouse, "b", step=step_of(spiky, 333), by=["row_id"])
-    assert (report.replayed_from, report.to_blame, report.rewinds) == (0, 1, ())
-    assert 'add exclude = ["row_id = 333"] to source' in report.unnamed
-    launch = spiky.launch(spiky.spec("b", passes=1, every_steps=100, on_spike="exclude"), takeover=True)
-    assert launch.wait() == 0, launch.stderr
-    # Without the first bad row the order is another one, in which the second bad row comes late enough to be a spike.
-    assert [each["rows"] for each in launch.of("quarantine")] == [1, 1]
-    trained_rows = [row for rows in spiky.journal("b").values() for row in rows]
-    assert sorted(trained_rows) == [row for row in range(1280) if row not in BAD]
-
-
-@pytest.mark.soak
 def test_packed_rows_are_excluded(arena: Arena) -> None:
     """The bad document is left out, also where it is read from an earlier checkpoint on."""
     launch = arena.launch(packed_spec(arena, 8, bad=220, on_spike="exclude"))
