@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import pytest
 import torch
 from pyiceberg.expressions import And
@@ -189,6 +190,8 @@ def test_false_certificates_are_found(arena: Arena, tmp_path: Path) -> None:
     arena.train(spec)
     document, public = erasure.certify()
     honest = document["certificate"]
+    with duckdb.connect() as plain:
+        assert plain.execute(honest["script"]).fetchall() == []
     assert erasure.differences({"certificate": honest}) == []
     for each in forgeries(erasure, honest):
         assert erasure.differences({"certificate": {**honest, **each}}), each
@@ -224,15 +227,11 @@ def test_false_certificates_are_found(arena: Arena, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        *(
-            {name: None}
-            for name in ("runs", "rows", "script", "certified_at", "snapshots", "filters", "format_version")
-        ),
-        *({"runs": each} for each in ([1], [{"run": "r"}], [{"run": [], "seq": 1}], [{"run": "r", "seq": 10**30}])),
-        *({"certified_at": each} for each in ("yesterday", "2026-01-01T00:00:00")),
-        *({"filters": each} for each in ([1], ["row_id = '\ud800'"])),
-        *({"snapshots": each} for each in ({}, {"consumption": "1"})),
-        {"format_version": True},
+        {"runs": None},
+        {"runs": [{"run": "r", "seq": 10**30}]},
+        {"certified_at": "2026-01-01T00:00:00"},
+        {"filters": ["row_id = '\ud800'"]},
+        {"snapshots": {"consumption": "1"}},
         {"more": 1},
     ],
 )

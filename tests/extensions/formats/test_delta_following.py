@@ -12,7 +12,6 @@ from dlac_pipeline.dagster.sensors.pending_work import due
 from dlac_pipeline.extensions.dataset import open_dataset
 from dlac_pipeline.extensions.history.changes import History, changes
 from dlac_pipeline.lakehouse.errors import AppendHistoryLost, PinLost, TableReplaced
-from dlac_pipeline.lakehouse.iceberg.pins import remove_pin
 from dlac_pipeline.lakehouse.iceberg.sources import load_version
 from dlac_pipeline.lakehouse.source_names import external_identifier
 from dlac_pipeline.spec.job_spec import JobSpec
@@ -52,7 +51,7 @@ def history(arena: Arena, location: Path, since: int = 0, **options: Any) -> His
 
 def test_resumed_run_trains_appended_versions(arena: Arena, location: Path) -> None:
     """A run dies, versions are appended and the rest compacted, and every row is trained once, as the audit finds."""
-    spec = spec_of(arena, "follows", location, identity_columns=["row_id"], every_steps=1)
+    spec = spec_of(arena, "follows", location, identity_columns=["row_id"], every_steps=2)
     arena.train(spec, until=3)
     append(location, 100, 60)
     append(location, 160, 40)
@@ -66,20 +65,6 @@ def test_resumed_run_trains_appended_versions(arena: Arena, location: Path) -> N
     assert sorted(rows) == list(range(224))
     report = audit_run(arena.lakehouse, "follows")
     assert report.exact, report.problems
-
-
-@pytest.mark.slow
-def test_audit_of_finished_run_survives_vacuum(arena: Arena, location: Path) -> None:
-    """A finished run releases its version. Files of a version that a run needs are missed."""
-    arena.train(spec_of(arena, "finished", location, follow="pinned"))
-    arena.train(spec_of(arena, "open", location, follow="pinned", batch_size=8, every_steps=1), until=3)
-    DeltaTable(location).delete("row_id < 10")
-    DeltaTable(location).vacuum(retention_hours=0, enforce_retention_duration=False, dry_run=False)
-    reports = [audit_run(arena.lakehouse, run) for run in ("finished", "open")]
-    assert [report.exact for report in reports] == [False, False]
-    spec = spec_of(arena, "open", location, follow="pinned", batch_size=8)
-    remove_pin(arena.lakehouse, spec.source.table, 0, force=True)
-    assert audit_run(arena.lakehouse, "finished").exact
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from tests.extensions.formats.delta_tables import Rows, planned_rows
 
 TABLES = Path(__file__).parents[2] / "hudi_tables"
 TRANSACTIONS = "cow_v9_txns_simple_nometa"
-COPY_ON_WRITE = [TRANSACTIONS, "cow_v6_complexkeygen_hivestyle", "cow_v6_simplekeygen_nonhivestyle_overwritetable"]
+COPY_ON_WRITE = ["cow_v6_complexkeygen_hivestyle", "cow_v6_simplekeygen_nonhivestyle_overwritetable"]
 MERGE_ON_READ = "mor_avro_v9_txns_nonpart_nometa"
 
 
