@@ -101,7 +101,7 @@ def _rewind(rows: list[Columns]) -> Columns:
     return {**first, "kind": "rewind", "seq": rows[-1]["seq"] + 1, "rewind": {}}
 
 
-@pytest.mark.parametrize(("row", "exact"), [(_again, False), (_rewind, True)])
+@pytest.mark.parametrize(("row", "exact"), [(_again, False), pytest.param(_rewind, True, marks=pytest.mark.slow)])
 def test_changed_past_is_audited_again(
     workshop: Workshop, row: Callable[[list[Columns]], Columns], exact: bool, tmp_path: Path
 ) -> None:

@@ -54,6 +54,7 @@ def recorded(arena: Arena, run: str, head: str | None = None) -> list[int]:
     return sorted(row for rows in arena.recorded(run, head).values() for row in rows)
 
 
+@pytest.mark.slow
 def test_branch_without_rows_ends(arena: Arena) -> None:
     """A rewind that excludes all later rows ends the run with a new leg and the target's state."""
     arena.table(appends=(200,))
@@ -89,7 +90,6 @@ def test_branch_with_exclusions_is_exact(arena: Arena) -> None:
     status = run_status(arena.lakehouse, "r")
     assert (status["state"], status["step"], status["excluded_by_rewinds"]) == ("open", 30, ["row_id >= 1000"])
     new = {step: rows for step, rows in old.items() if step <= 30}
-    new |= {step: rows for step, rows in arena.train(spec, until=35).items() if step <= 30}  # nothing is committed
     new |= {step: rows for step, rows in arena.train(spec, until=45).items() if step <= 40}
     new |= arena.train(spec)
     assert all(row < 1000 for step, rows in new.items() if step > 30 for row in rows)
@@ -103,7 +103,6 @@ def test_branch_with_exclusions_is_exact(arena: Arena) -> None:
     assert (now.exact, now.problems, now.finished, now.rows_consumed) == (True, (), True, len(rows_until(new, 99)))
     assert (then.exact, then.problems, then.finished, then.rows_consumed) == (True, (), True, 2000)
     assert now.checkpoints_abandoned == len(before) - 3
-    assert audit_run(arena.lakehouse, "r", done.checkpoint_id).rows_consumed == 30 * 32
     with pytest.raises(SpecInvalid, match=r"at step 40, found.*name one of these"):
         audit_run(arena.lakehouse, "r", "40")
     with pytest.raises(NoSuchCheckpoint, match="found '7'"):
@@ -394,6 +393,7 @@ def rows_of_steps(steps: Steps) -> set[int]:
     return {row for rows in steps.values() for row in rows}
 
 
+@pytest.mark.slow
 def test_exclusion_follows_renamed_column(arena: Arena) -> None:
     """Rows that come under the new name are excluded as well, and a rewind can name either."""
     table = arena.table(appends=(128,))
@@ -414,6 +414,7 @@ def test_exclusion_follows_renamed_column(arena: Arena) -> None:
     assert (report.exact, report.problems) == (True, ())
 
 
+@pytest.mark.slow
 def test_rewind_past_unknown_rows_is_refused(arena: Arena) -> None:
     """Where every launch would fail because the history of appends is lost, nothing is written."""
     arena.table(appends=(128,))

@@ -58,11 +58,11 @@ def listed(masks: list[Mask]) -> list[list[int]]:
     return [np.flatnonzero(mask).tolist() for mask in masks]
 
 
-@pytest.mark.parametrize("columns", [[name] for name in COLUMNS if name != "flag"] + [list(COLUMNS), ["flag", "text"]])
-def test_rows_are_matched_by_columns_of_any_type(table: Table, columns: list[str]) -> None:
+def test_rows_are_matched_by_columns_of_any_type(table: Table) -> None:
     """Rows with equal values are one row, whatever the type: null, NaN and minus zero are values like others."""
-    old, new = match(table, *sides(table), identity_keys(table.schema(), columns))
-    assert (listed(old), listed(new)) == ([[1, 3, 4]], [[0, 1, 2]])
+    for columns in [[name] for name in COLUMNS if name != "flag"] + [list(COLUMNS), ["flag", "text"]]:
+        old, new = match(table, *sides(table), identity_keys(table.schema(), columns))
+        assert (listed(old), listed(new)) == ([[1, 3, 4]], [[0, 1, 2]]), columns
 
 
 def test_only_chosen_rows_are_matched(table: Table) -> None:

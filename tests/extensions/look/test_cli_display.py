@@ -43,7 +43,7 @@ def test_runs_are_listed_for_programs(arena: Arena, here: Command) -> None:
     assert [found[run]["attempts"] for run in ("whole", "back")] == [1, 2]
     assert found["young"]["head_committed_at"] is None
     arena.monkeypatch.delenv("DLAC_HOME")  # else a command finds the lakehouse without an option
-    for run in found:
+    for run in ("back", LONG):
         status = json.loads(here("status", run, "--json", home=arena.home).stdout)
         assert (status["launch"], status["step"]) == (found[run]["launch"], found[run]["step"])
         assert status["next_command"] == f"{found[run]['next_command']} --home {arena.home}"

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tests.conftest import Arena
 
 RUN = "r1"
-STEPS = 12
+STEPS = 8
 ATTEMPT = Attempt(run=RUN, number=1, nonce="n1")
 Commit = Callable[..., CommitTableResponse]
 
@@ -45,7 +45,7 @@ def checkpoint(ledger: Ledger, step: int) -> None:
 
 @pytest.fixture
 def ledger(arena: Arena) -> Ledger:
-    """A ledger with a claim and a dozen checkpoints of one run, and a claim of another."""
+    """A ledger with a claim and eight checkpoints of one run, and a claim of another."""
     found = Ledger(arena.lakehouse)
     claim(found, RUN, nonce="n1", replaces=0)
     claim(found, "another", nonce="x", replaces=0)
