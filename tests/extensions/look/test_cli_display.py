@@ -49,6 +49,7 @@ def test_runs_are_listed_for_programs(arena: Arena, here: Command) -> None:
         assert status["next_command"] == f"{found[run]['next_command']} --home {arena.home}"
 
 
+@pytest.mark.slow
 def test_watch_waits_for_starting_run(arena: Arena) -> None:
     """Neither the lakehouse nor the run need be there; Ctrl-C ends the watch without a word."""
     home = arena.home.parent / "later"
