@@ -132,6 +132,7 @@ def test_record_must_be_of_the_run(workshop: Workshop, tmp_path: Path) -> None:
         assert (path.read_bytes() if path.exists() else None) == before
 
 
+@pytest.mark.slow
 def test_damaged_record_raises_no_other_error(workshop: Workshop, tmp_path: Path) -> None:
     """A record with a changed bit is refused, or does not change the report: its rows and facts are checked."""
     run, record = trained(workshop, "packed"), tmp_path / "record"

@@ -212,6 +212,7 @@ def test_rows_seen_in_part_are_counted(arena: Arena) -> None:
     assert done.clean_step == 0
 
 
+@pytest.mark.slow
 def test_spec_beyond_rewind_is_refused(arena: Arena) -> None:
     """What rewinds exclude needs no new leg; anything else is still refused by name."""
     arena.table()

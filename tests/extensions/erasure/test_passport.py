@@ -80,6 +80,7 @@ def test_passport_has_what_both_runs_read(forked: Forked, here: Command) -> None
                 passport.has(document)
 
 
+@pytest.mark.slow
 def test_passport_names_what_it_misses(forked: Forked, here: Command) -> None:
     """A table without keys, which a later run reads."""
     arena = forked.arena
