@@ -63,102 +63,70 @@ def files_in(home: Path) -> dict[str, bytes]:
 
 READS = [
     "FROM read_csv('HOME/secret.csv')",
-    "FROM 'HOME/secret.csv'",
     "FROM read_text('HOME/catalog.db')",
-    "FROM read_blob('/etc/passwd')",
     "FROM read_text('/proc/self/environ')",
-    "FROM read_json('/etc/passwd')",
-    "FROM read_parquet('/etc/passwd')",
-    "FROM parquet_metadata('/etc/passwd')",
-    "FROM sniff_csv('/etc/passwd')",
     "FROM glob('/etc/*')",
-    "FROM read_text('HOME/warehouse/../secret.csv')",
     "FROM read_text('file://HOME/warehouse/../secret.csv')",
     "FROM read_csv('https://127.0.0.1:1/x.csv')",
-    "FROM read_parquet('s3://b/x.parquet')",
     "SELECT getenv('HOME')",
-    "FROM query_string",
     "FROM lakehouse",
-    "ATTACH 'HOME/catalog.db'",
     "ATTACH 'HOME/catalog.db' (TYPE sqlite)",
     "FROM sqlite_scan('HOME/catalog.db', 'iceberg_tables')",
     "INSTALL httpfs",
-    "LOAD httpfs",
-    "LOAD 'HOME/x.duckdb_extension'",
     "SET enable_external_access = true",
     "RESET allowed_directories",
-    "SET allowed_directories = ['/']",
     "SET lock_configuration = false; FROM read_text('/etc/passwd')",
     "PRAGMA enable_profiling = 'json'",
-    "CREATE TABLE t AS FROM read_text('/etc/passwd')",
     "CREATE VIEW t AS FROM read_text('/etc/passwd'); FROM t",
-    "CREATE PERSISTENT SECRET s (TYPE s3)",
     "CREATE SECRET s (TYPE s3)",
     "PRAGMA import_database('HOME')",
-    "PRAGMA database_size = 'HOME'",
     "EXPLAIN ANALYZE LOAD httpfs",
-    "EXPLAIN ANALYZE FROM read_text('/etc/passwd')",
     "SUMMARIZE FROM read_text('/etc/passwd')",
-    "DESCRIBE FROM read_csv('/etc/passwd')",
 ]
 WRITES = [
     "COPY (SELECT 1) TO 'TARGET'",
     "cOpY/**/(SELECT 1) TO 'TARGET'",
-    "COPY consumption TO 'TARGET'",
-    "COPY (PIVOT plans ON plan_id USING count(*)) TO 'TARGET'",
     "WITH x AS (COPY (SELECT 1) TO 'TARGET') FROM x",
     "SELECT 'é', \"é\" FROM plans; COPY (SELECT 1) TO 'TARGET'",
     "EXPLAIN ANALYZE COPY (SELECT 1) TO 'TARGET'",
     "PREPARE p AS COPY (SELECT 1) TO 'TARGET'; EXECUTE p",
     "FROM query('WITH x AS (COPY (SELECT 1) TO ''TARGET'') FROM x')",
     "FROM \"query\" ('WITH x AS (' || 'CO' || 'PY (SELECT 1) TO ''TARGET'') FROM x')",
-    "FROM json_execute_serialized_sql('{}')",
     "EXPORT DATABASE 'TARGET'",
     "ATTACH 'TARGET'",
     "CALL enable_logging(storage = 'file', storage_path = 'TARGET')",
-    "SELECT 1; EXPORT DATABASE 'TARGET'",
 ]
 COMMANDED = [
     "FROM read_text('/etc/passwd')",
     "SELECT getenv('HOME')",
     "FROM lakehouse",
     "ATTACH 'TARGET'",
-    "COPY plans TO 'TARGET'",
 ]
 """One query of each way to be refused, for the command itself."""
 QUESTIONS = [
     "FROM checkpoints",
     "SELECT source_table FROM plans",
     "SUMMARIZE plans",
-    "DESCRIBE plans",
     "SHOW TABLES",
     "EXPLAIN FROM plans",
     "PIVOT plans ON source_table USING count(*)",
     "CREATE TEMP TABLE t AS FROM plans; FROM t",
     'WITH x AS (SELECT 1 AS "copy") SELECT "copy", \'COPY\', query FROM x, (SELECT 1 AS query) -- COPY',
     "SELECT consumed('/x', 1, 'c')",
-    "SELECT load FROM (SELECT 1 AS load)",
     "SELECT t.load, t.copy FROM (SELECT 1 AS load, 2 AS copy) t WHERE load = 1 ORDER BY load",
     "SELECT 1 AS copy, count(*) AS export, 3 AS import, 4 AS secret",
-    "SELECT sum(load), max(copy) FROM (SELECT 1 AS load, 2 AS copy) GROUP BY load",
     "CREATE TEMP TABLE load (load INT, copy INT); FROM load",
     "PRAGMA table_info('plans')",
-    "pragma show_tables",
-    "SHOW plans",
     "EXPLAIN ANALYZE SELECT 1 AS load",
 ]
 HIDDEN = [
     "EXPLAIN (ANALYZE) COPY (SELECT 1) TO '/tmp/none'",
-    "EXPLAIN ANALYZE EXPORT DATABASE '/tmp/none'",
     "EXPLAIN ANALYZE ATTACH '/tmp/none'",
     "WITH x AS MATERIALIZED (COPY plans TO '/tmp/none') FROM x",
-    "WITH y AS (SELECT 1), x AS (/* , */COPY plans TO '/tmp/none') FROM x",
-    "WITH x AS (-- ,\nCOPY plans TO '/tmp/none') FROM x",
     "WITH x AS (-- ,\rCOPY plans TO '/tmp/none') FROM x",
     "WITH x AS (/* /* */ , */COPY plans TO '/tmp/none') FROM x",
     "WITH x AS (((COPY plans TO '/tmp/none'))) FROM x",
     "SELECT load FROM t; COPY plans TO '/tmp/none'",
-    "PRAGMA show_tables; COPY plans TO '/tmp/none'",
     *(f"WITH x AS({space}COPY plans TO '/tmp/none') FROM x" for space in "\u00a0\u2003\u200b\u2028\u3000\ufeff"),
 ]
 
@@ -208,7 +176,7 @@ def test_sql_answers_questions(locked: duckdb.DuckDBPyConnection) -> None:
     assert refused == []
 
 
-@pytest.mark.parametrize("query", ["FROM nowhere", "FROM rows_of_step('none', 8)", "COPY plans TO 'x.csv'"])
+@pytest.mark.parametrize("query", ["FROM nowhere", "COPY plans TO 'x.csv'"])
 def test_no_connection_outlives_an_error(home: Path, query: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a forked process may collect it as garbage, and DuckDB then waits for threads that it has not: it crashes."""
     opened: list[duckdb.DuckDBPyConnection] = []
@@ -267,13 +235,3 @@ def test_option_lets_files_through(home: Path, tmp_path: Path, capsys: pytest.Ca
     ask(home, f"COPY (FROM read_csv('{home}/secret.csv')) TO '{tmp_path}/out.csv'", "--allow-files")
     assert (tmp_path / "out.csv").read_text() == "a,b\n1,2\n"
     assert capsys.readouterr().out
-
-
-def test_open_audit_stays_free(home: Path) -> None:
-    """The library's own connection is not locked: reports write their own files."""
-    lakehouse = lakehouse_at(home)
-    with open_audit(lakehouse) as connection:
-        check_reads_only(connection, "FROM plans")
-        assert connection.execute(f"FROM read_csv('{home}/secret.csv')").fetchall() == [(1, 2)]
-        lock_to_lakehouse(connection, lakehouse)
-        assert len(connection.execute("FROM plans").fetchall()) == 2

@@ -9,7 +9,6 @@ import pytest
 
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.extensions.branches.rewind import rewind_run
-from dlac_pipeline.extensions.exchange.fork import fork_run
 from tests.faults.test_zombie import check_refused, freeze
 
 if TYPE_CHECKING:
@@ -58,31 +57,3 @@ def test_kill_after_rewind(campaign: Arena, moment: str) -> None:
         assert recorded(campaign, run, head) == sorted(row for rows in journal.values() for row in rows)
         report = audit_run(campaign.lakehouse, run, head)
         assert (report.exact, report.problems) == (True, ())
-
-
-@pytest.mark.soak
-def test_fork_of_two_ranks_trains_on_one(campaign: Arena) -> None:
-    """Two ranks saved the parent. The new run has one rank, and reads all rows of another table once."""
-    spec = campaign.spec("forked", world_size=1, passes=1, seed=8)
-    fork_run(campaign.lakehouse, spec, "reference", step=20)
-    assert campaign.lineage("forked")[0].world_size == 2
-    launch = campaign.launch(spec)
-    assert launch.wait() == 0, launch.stderr
-    assert launch.of("recovered") == []
-    journal = campaign.journal("forked")
-    assert sorted(row for rows in journal.values() for row in rows) == list(range(2000))
-    assert campaign.losses("forked")[0] < campaign.losses("reference")[0]
-    report = audit_run(campaign.lakehouse, "forked")
-    assert (report.exact, report.recoveries) == (True, 0)
-
-
-@pytest.mark.soak
-def test_sharded_fork_is_converted(campaign: Arena) -> None:
-    """ZeRO 1 shards of two ranks start a run of one rank."""
-    parent = campaign.spec("sharded", "train_deepspeed.py", passes=1, steps=10, stage="1")
-    assert campaign.launch(parent).wait() == 0
-    spec = campaign.spec("unsharded", "train_deepspeed.py", world_size=1, passes=1, steps=10, stage="1", seed=8)
-    fork_run(campaign.lakehouse, spec, "sharded")
-    launch = campaign.launch(spec)
-    assert launch.wait() == 0, launch.stderr
-    assert audit_run(campaign.lakehouse, "unsharded").exact

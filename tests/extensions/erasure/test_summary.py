@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.audit.lakehouse_sql import open_audit
 from dlac_pipeline.extensions.branches.rewind import rewind_run
@@ -44,16 +46,9 @@ def test_totals_are_those_of_the_audit(arena: Arena, here: Command) -> None:
     ):
         assert part in text
     assert text.count("To be stated") >= 6
-    for arguments, kind in {
-        ("b", "--template", "us"): "SpecInvalid",
-        ("none",): "NoSuchRun",
-        ("b", "--checkpoint", "7777"): "NoSuchCheckpoint",
-    }.items():
-        done = here("summary", *arguments, home=arena.home)
-        assert (done.returncode, done.stdout) == (64, "")
-        assert kind in done.stderr
 
 
+@pytest.mark.slow
 def test_later_exclusion_is_dated(arena: Arena, here: Command) -> None:
     """Rows that a rewind excludes were trained on before. The text names the step from which they were not."""
     arena.table(appends=(300,))
@@ -77,13 +72,3 @@ def test_tokens_of_packed_legs_are_counted(workshop: Workshop) -> None:
     places = sum((end - start) * per_batch for (start, per_batch), end in zip(legs, ends, strict=True))
     assert {per_batch for _, per_batch in legs} == {8, 16}
     assert [source["tokens"] for source in report["sources"]] == [16 * places] * 2
-
-
-def test_untrained_run_has_no_summary(arena: Arena, here: Command) -> None:
-    """A run that was claimed and has no checkpoint."""
-    arena.table(appends=(300,))
-    arena.train(arena.spec("r", world_size=1), until=2)
-    arena.monkeypatch.delenv("DLAC_HOME")
-    done = here("summary", "r", home=arena.home)
-    assert (done.returncode, done.stdout) == (64, "")
-    assert "expected a checkpoint of run 'r', found none yet" in done.stderr

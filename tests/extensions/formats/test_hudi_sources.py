@@ -2,14 +2,11 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
-import pyarrow.fs as pafs
 import pytest
 from hudi import HudiReadOptions, HudiTableBuilder
 
-from dlac_pipeline.extensions.dataset import open_dataset
 from dlac_pipeline.extensions.formats.hudi import HudiSource
 from dlac_pipeline.extensions.history.changes import changes
 from dlac_pipeline.lakehouse.errors import AppendHistoryLost, UnsupportedSnapshot
@@ -17,11 +14,10 @@ from dlac_pipeline.lakehouse.iceberg.sources import load_version
 from dlac_pipeline.lakehouse.source_names import external_identifier
 from tests.conftest import Arena
 from tests.extensions.formats.delta_tables import Rows, planned_rows
-from tests.object_store import ObjectStore
 
 TABLES = Path(__file__).parents[2] / "hudi_tables"
 TRANSACTIONS = "cow_v9_txns_simple_nometa"
-COPY_ON_WRITE = [TRANSACTIONS, "cow_v6_complexkeygen_hivestyle", "cow_v6_simplekeygen_nonhivestyle_overwritetable"]
+COPY_ON_WRITE = ["cow_v6_complexkeygen_hivestyle", "cow_v6_simplekeygen_nonhivestyle_overwritetable"]
 MERGE_ON_READ = "mor_avro_v9_txns_nonpart_nometa"
 
 
@@ -103,14 +99,3 @@ def test_inserts_are_followed(arena: Arena, tmp_path: Path) -> None:
     with pytest.raises(AppendHistoryLost, match="found an overwrite"):
         _ = changes(table, versions[0], versions[-1]).portions
     changes(table, versions[0], versions[-1], on_overwrite="read", identity_columns=["txn_id"]).check()
-
-
-@pytest.mark.slow
-def test_table_in_object_store_is_read(arena: Arena, store: ObjectStore, tmp_path: Path) -> None:
-    """With the settings of the lakehouse's object store."""
-    location = unpack("cow_v6_complexkeygen_hivestyle", tmp_path / "t")
-    pafs.copy_files(str(location), "lake/h", destination_filesystem=store.files)
-    settings: dict[str, Any] = {"format": "hudi", "table": "s3://lake/h", "columns": ["intField"], "batch_size": 1}
-    remote = store.lakehouse(arena.home / "remote")
-    dataset = open_dataset(lakehouse=remote, home=arena.home, key_groups=1, **settings)
-    assert sorted(batch["intField"].item() for batch in dataset) == [15000, 25000, 35000, 45000]

@@ -82,18 +82,6 @@ def test_deletes_behind_a_compaction_need_keys(lake: Lake, how: str) -> None:
     assert (lake.gone(keyed), lake.new(keyed)) == ({2, 3}, [4])
 
 
-def test_whole_files_that_are_deleted_need_no_keys(lake: Lake) -> None:
-    """Dropping whole files takes away exactly their rows, and appended files that were dropped are not read."""
-    first = lake.append(1, 2)
-    since = lake.append(3)
-    lake.append(4)
-    lake.append(5)
-    lake.delete(1, 2, 4)
-    assert first != since
-    history = lake.changes(since)
-    assert (lake.new(history), lake.gone(history)) == ([5], {1, 2})
-
-
 def test_a_row_that_is_deleted_and_appended_again(lake: Lake) -> None:
     """A deleted row that is appended again is gone and new; merged with what the old one was merged with, it is the same."""
     since = lake.append(1, 2)

@@ -108,25 +108,6 @@ def test_a_rollback_over_a_delete_is_noticed(lake: Lake) -> None:
         lake.changes(planned)
 
 
-def test_removed_rows_are_known_without_history(lake: Lake) -> None:
-    """If the new rows are unknown, files that stayed still show which of their rows are gone."""
-    lake.append(1, 2, 3)
-    since = lake.append(4, 5)
-    lake.table.manage_snapshots().create_tag(since, "pin").commit()
-    paths = {k: path for path in lake.paths() for k in lake.live(lake.now, path)["k"].to_pylist()}
-    between = [lake.append(6), lake.compact(paths[4])]
-    lake.delete_rows(2)
-    lake.expire(*between)
-    history = changes(lake.table, since, lake.now)
-    with pytest.raises(AppendHistoryLost):
-        assert history.portions
-    gone = history.gone(paths[1])
-    assert gone is not None
-    assert (gone.tolist(), history.gone(paths[4])) == ([1], None)
-    ignoring = changes(lake.table, since, lake.now, on_overwrite="ignore")
-    assert ignoring.gone(paths[1]) is None
-
-
 def test_unknown_snapshots(lake: Lake) -> None:
     """An expired start is a lost history; an unknown end is a wrong request."""
     since = lake.append(1)

@@ -88,20 +88,6 @@ def test_appended_rows_survive_ignored_overwrite(lake: Lake, keyed: Keyed) -> No
     assert (lake.new(history), read_from(history)) == ([2, 3], (before,))
 
 
-def test_rows_updated_by_merge_on_read(lake: Lake) -> None:
-    """If an overwrite deletes rows by position and writes them again, only rows with a new identity are new."""
-    since = lake.append(1, 2, 3)
-    lake.append(4, 5)
-    paths = {k: path for path in lake.paths() for k in lake.live(lake.now, path)["k"].to_pylist()}
-    lake.rewrite([], [rows_of([2, 4, 9], v=1)], "overwrite", {paths[2]: [1], paths[4]: [0]})
-    history = lake.changes(since, "identity_columns", on_overwrite="read")
-    assert (sorted(lake.new(history)), lake.gone(history)) == ([4, 5, 9], set())
-    whole = lake.changes(since, on_overwrite="read")
-    assert (sorted(lake.new(whole)), lake.gone(whole)) == ([2, 4, 5, 9], {2})
-    ignored = lake.changes(since, on_overwrite="ignore")
-    assert (sorted(lake.new(ignored)), lake.gone(ignored)) == ([4, 5], set())
-
-
 @pytest.mark.parametrize("policy", ["stop", "ignore"])
 def test_updates_that_bring_no_identity_are_no_news(lake: Lake, policy: OnOverwrite) -> None:
     """With keys an overwrite that writes known rows again stops nothing: each row counts once, in its old or new place."""

@@ -145,12 +145,13 @@ def test_lost_work_measures_start() -> None:
     assert found == {"unknown": 20, "down": 15, "trained": 20}
 
 
-@pytest.mark.parametrize("reason", ["SIGTERM", "left", "end"])
-def test_requested_stop_is_idle(reason: str) -> None:
+def test_requested_stop_is_idle() -> None:
     """The run is to train again from the next claim on. After a stop for more nodes it was to train all the time."""
-    stopped = (*TRAINED[:2], checkpoint(25, 20, parent="10.1", reason=reason))
-    rows = (*stopped, claim(100, 2), checkpoint(120, 30, 2, "20.1"))
-    assert spent(rows) == {"startup": 5 + 10, "trained": 30, "idle": 75}
+    rows: tuple[LedgerRow, ...] = ()
+    for reason in ("SIGTERM", "left", "end"):
+        stopped = (*TRAINED[:2], checkpoint(25, 20, parent="10.1", reason=reason))
+        rows = (*stopped, claim(100, 2), checkpoint(120, 30, 2, "20.1"))
+        assert spent(rows) == {"startup": 5 + 10, "trained": 30, "idle": 75}, reason
     slower = (*rows, checkpoint(160, 40, 2, "30.2"))
     assert spent(slower) == {"startup": 5, "trained": 20 + 20 + 40, "idle": 75}
     found = goodput_of_rows(committed(rows), [])

@@ -71,7 +71,7 @@ def test_concurrent_checkpoint_is_not_step_zero(arena: Arena, monkeypatch: pytes
     assert run_status(arena.lakehouse, "r")["step"] == 10
 
 
-@pytest.mark.parametrize(("memory_step", "at_risk_s"), [(0, 400), (5, 400), (6, 1400)])
+@pytest.mark.parametrize(("memory_step", "at_risk_s"), [(5, 400), (6, 1400)])
 def test_risk_begins_with_what_is_uncommitted(arena: Arena, tmp_path: Path, memory_step: int, at_risk_s: float) -> None:
     """The risk begins at the head if the attempt resumed from later steps in memory. Else it begins with the attempt."""
     with claimed_again(arena, tmp_path, memory_of=int(memory_step > 0), memory_step=memory_step) as folder:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import socket
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +17,7 @@ from dlac_pipeline.lakehouse.ledger.commits import Attempt, claim, finish
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from tests.conftest import Arena, wait_until
 from tests.fixtures import Command
+from tests.forked import Forked
 
 DLAC = Path(sys.executable).parent / "dlac"
 Logs = Callable[..., tuple[int, str, str]]
@@ -97,7 +97,7 @@ def test_follow_ends_with_run(arena: Arena) -> None:
     out = arena.home / "out"
     with out.open("w") as stream:
         command = [str(DLAC), "logs", "r", "--follow", "--home", str(arena.home)]
-        process = subprocess.Popen(command, stdout=stream)
+        process = Forked(command, stdout=stream)
         wait_until(lambda: out.read_text() == "a\n", what="what was there")
         with log_file(folder, 0).open("a") as log:
             log.write("b\n")

@@ -12,7 +12,6 @@ import pytest
 
 from dlac_pipeline.cli.shared import command_with
 from dlac_pipeline.extensions.look.commands import describe_incident
-from dlac_pipeline.extensions.look.display import describe_live, describe_status
 from dlac_pipeline.extensions.look.run_state import current_failure, standing_of
 from dlac_pipeline.lakehouse.ledger.recoveries import Recovery
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow, FinishRow, LedgerRow
@@ -143,54 +142,3 @@ def test_operator_time_is_no_recovery() -> None:
         "4 s: detect 0.4 s, stop 0.1 s, claim 0.2 s, verify 0.3 s, load 2 s, first step 1 s",
         "1 row replayed, 0 s of training",
     )
-
-
-PLACE: dict[str, Any] = {
-    "run": "r",
-    "step": 1234,
-    "total_steps": 20_000,
-    "loss": 0.123456789,
-    "attempt": 3,
-    "launch_note": "",
-    "attempts_without_progress": 2,
-    "next_command": "dlac recover r",
-}
-"""Facts of a status and of a look at a training run."""
-
-
-def test_status_has_main_facts() -> None:
-    """The status has share, age, interval and the next command with the lakehouse's place."""
-    lost = {"startup_s": 0.0, "down_s": 200.0, "replayed_s": 50.0, "checkpointing_s": 10.0, "abandoned_s": 10.0}
-    goodput = {"ettr": 0.9, "ettr_at_most": 0.925, "wall_s": 4600.0, "idle_s": 1000.0, "unknown_s": 90.0, **lost}
-    head = {"head_checkpoint": "c", "head_age_s": 600.0, "checkpoint_reason": "auto", "checkpoints": 1}
-    interval = {"checkpoint_interval_s": 31.25, "checkpoint_interval_why": "what a checkpoint costs"}
-    run = {"recoveries": 2, "launch": "dead", "excluded_by_rewinds": ["doc_id < 900", "lang = 'xx'"]}
-    facts = {**PLACE, **head, **interval, **run, "goodput": goodput}
-    shown = describe_status(facts, ("--home", "/lake"))
-    assert shown["step"] == "1,234 of 20,000 (6%)"
-    assert shown["checkpoint"] == "c, 10 min ago (auto)"
-    assert (shown["kept"], shown["no progress"]) == ("1 checkpoint", "2 attempts since the last checkpoint")
-    assert shown["goodput"] == "90.0% to 92.5% of 1 h; down 3 min 20 s, unknown 1 min 30 s, replayed 50 s"
-    assert shown["next"] == "dlac recover r --home /lake"
-    nothing = dict.fromkeys(("head_checkpoint", "checkpoint_interval_s", "goodput", "checkpoint_reason"))
-    assert describe_status({**facts, **nothing})["checkpoint"] == "none committed yet"
-
-
-def test_look_at_training_has_rates() -> None:
-    """Rates have units. What is unknown is left out, and a run that trains has no next command."""
-    unknown = dict.fromkeys(("tokens_per_s", "consumed_share", "eta_s", "last_sign_s", "problem"))
-    rates = {"steps_per_s": 0.42, "samples_per_s": 13.44, "checkpoint_age_s": 7500.0}
-    facts = {
-        **PLACE,
-        **unknown,
-        **rates,
-        "state": "computing",
-        "launch": "training",
-        "at_risk_steps": 1,
-        "at_risk_s": 2.0,
-    }
-    shown = describe_live(facts)
-    assert (shown["speed"], shown["checkpoint"]) == ("0.42 steps/s, 13 samples/s", "2 h 5 min ago")
-    assert (shown["at risk"], shown["next"]) == ("1 step, 2 s of training", None)
-    waits = describe_live({"run": "r", "state": "waiting", "waits_for": "a run named 'r'"})
-    assert waits["found"] == "a run named 'r'"

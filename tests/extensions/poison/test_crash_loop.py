@@ -93,17 +93,14 @@ def test_same_death_with_other_rows_stops() -> None:
     ("failures", "expected"),
     [
         ([raised(0), raised(0)], [AGAIN, STOP]),
-        ([raised(0), raised(5)], [AGAIN, STOP]),
         ([raised(5), raised(7)], [AGAIN, STOP]),
         ([raised(5)] * 4, [AGAIN, AGAIN, OUT, STOP]),
         ([*[raised(5)] * 3, raised(4)], [AGAIN, AGAIN, OUT, STOP]),
-        ([*[raised(5)] * 3, *[raised(6)] * 4], [AGAIN, AGAIN, OUT, AGAIN, AGAIN, OUT, STOP]),
         ([*[raised(5)] * 3, death(3), raised(5), raised(5)], [AGAIN, AGAIN, OUT, AGAIN, AGAIN, STOP]),
         ([raised(5), *[raised(5, "train.py:9")] * 3], [AGAIN, AGAIN, OUT, STOP]),
         ([raised(0), death(0), raised(0)], [AGAIN] * 3),
         ([raised(1, origin="dlac")] * 2, [AGAIN, STOP]),
         ([raised(5, kind="", cause="rank 0 died with exit status 3")] * 2, [AGAIN, STOP]),
-        ([raised(5, kind="NameError")] * 2, [AGAIN, STOP]),
     ],
 )
 def test_same_exception_twice_stops(failures: list[Failure], expected: list[str]) -> None:
@@ -127,10 +124,8 @@ PEER = Exit(rank=0, code=1, kind="RuntimeError", at=4.0, origin="peer", place="y
     ("failures", "blamed"),
     [
         ([PEER, SCRIPT], 1),
-        ([PEER, Exit(rank=1, code=3)], 1),
         ([SCRIPT, Exit(rank=2, code=-6)], 1),
         ([SCRIPT, Exit(rank=2, code=-11)], 2),
-        ([SCRIPT, Exit(rank=2, code=74, kind="StoreUnavailable", at=6.0)], 1),
         ([SCRIPT, Exit(rank=2, code=80, kind="Fenced", at=3.0)], 2),
         ([SCRIPT, Exit(rank=3, code=1, kind=LOST, at=0.0)], 3),
         ([PEER], 0),

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
 import pytest
 
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.lakehouse.ledger.typed_rows import QuarantinedRowsRow
-from dlac_pipeline.spec.job_spec import parse_spec
 
 if TYPE_CHECKING:
     from tests.conftest import Arena
@@ -67,37 +65,3 @@ def test_last_deadly_rows_are_quarantined_visibly(arena: Arena, rows: int, follo
     report = audit_run(arena.lakehouse, "r")
     assert (report.exact, report.problems, report.finished) == (True, (), follow == "pinned")
     assert (report.rows_consumed, report.rows_quarantined, report.rows_pending) == (rows - len(last), len(last), 0)
-
-
-@pytest.mark.soak
-def test_deadly_packed_documents_are_quarantined(arena: Arena) -> None:
-    """A row's tokens are packed into sequences. The quarantined rows equal the rows that the ranks reported for the batch."""
-    rows = arena.lakehouse.catalog.create_table
-    tokens = pa.table({"tokens": pa.array([[row] * (5 + row % 40) for row in range(400)], pa.list_(pa.int32()))})
-    rows("src.docs", tokens.schema, properties={"write.parquet.row-group-limit": "25"}).append(tokens)
-    spec = parse_spec(
-        {
-            "run": "r",
-            "source": {"table": "src.docs", "columns": ["tokens"]},
-            "sequences": {"length": 32},
-            "order": {"batch_size": 8, "key_groups": 4, "seed": 5},
-            "checkpoint": {"every_steps": 7},
-            "launch": {
-                "script": str(arena.program("train_packed.py")),
-                "world_size": 2,
-                "deaths_at_same_rows": 2,
-                "attempts_without_progress": 2,
-            },
-            "params": {"journal": str(arena.home / "journal"), "deadly_token": str(DEADLY)},
-        },
-        origin="the test",
-    ).resolved(arena.home)
-    launch = arena.launch(spec)
-    assert launch.wait() == 0, launch.stderr
-    (event,) = launch.of("quarantine")
-    trained_tokens = {token for each in arena.journal("r").values() for sequence in each for token in sequence}  # type: ignore[attr-defined]  # here a "row" is a sequence
-    assert DEADLY not in trained_tokens
-    report = audit_run(arena.lakehouse, "r")
-    assert report.exact, report.problems
-    assert 0 < report.rows_quarantined <= event["rows"]
-    assert report.rows_consumed + report.rows_quarantined == 400

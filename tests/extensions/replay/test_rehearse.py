@@ -18,7 +18,7 @@ from dlac_pipeline.dagster.training_runs import model_key
 from dlac_pipeline.extensions.look.live_status import LiveStatus
 from dlac_pipeline.extensions.replay.rehearse import rehearse_run
 from dlac_pipeline.extensions.replay.replay import PREFIX
-from dlac_pipeline.lakehouse.errors import CheckpointDamaged, NothingToRehearse
+from dlac_pipeline.lakehouse.errors import CheckpointDamaged
 from dlac_pipeline.lakehouse.ledger.run_rows import claim_of
 from dlac_pipeline.supervise.claims import spec_of_attempt
 from jobs.definitions import defs
@@ -66,26 +66,6 @@ def test_rehearsal_is_identical_and_clean(campaign: Arena) -> None:
 
 
 @pytest.mark.soak
-def test_other_environment_differs_at_every_step(campaign: Arena) -> None:
-    """Noise without a saved seed changes all steps. The report has the first one's losses, and no more steps than requested."""
-    spec = campaign.spec("reference")
-    tampered = spec.launch.model_copy(update={"env": {"NOISE_SEED": "1"}})
-    order = spec.order.model_copy(update={"batch_size": 64, "seed": 9})  # the order of a newer spec is ignored
-    changed = spec.model_copy(update={"launch": tampered, "order": order})
-    before = production(campaign, "reference")
-    found = rehearse_run(campaign.lakehouse, "reference", spec=changed, steps=2)
-    assert not found.identical
-    assert [step.step for step in found.differing] == [found.step + 1, found.step + 2]
-    first = found.differing[0]
-    assert first.recorded == campaign.lineage("reference")[-1].losses[0]
-    assert first.difference is not None
-    assert 0 < first.difference < 1
-    assert f"first in step {found.step + 1}: expected {first.recorded!r}, found {first.replayed!r}" in found.summary()
-    assert found.config_changed
-    assert production(campaign, "reference") == before
-
-
-@pytest.mark.soak
 def test_damaged_checkpoint_is_named(campaign: Arena) -> None:
     """The error names the file with a flipped byte. Only a recovery quarantines the checkpoint."""
     folder = folder_of(campaign.lineage("reference")[-2].manifest_uri)
@@ -99,16 +79,6 @@ def test_damaged_checkpoint_is_named(campaign: Arena) -> None:
         assert production(campaign, "reference") == before
     finally:
         victim.write_bytes(content)
-
-
-@pytest.mark.soak
-def test_nothing_to_rehearse_names_setting(arena: Arena) -> None:
-    """If only the head is kept, no checkpoint with a successor exists."""
-    arena.table(appends=(160,))
-    spec = arena.spec("r", world_size=1, passes=1, every_steps=2, keep_last=1)
-    arena.train(spec)
-    with pytest.raises(NothingToRehearse, match="keep_last = 2"):
-        rehearse_run(arena.lakehouse, "r", spec=spec)
 
 
 @pytest.mark.soak
@@ -133,16 +103,6 @@ def test_live_run_is_rehearsed_and_continues(campaign: Arena) -> None:
     assert len(launch.of("attempt")) == 1
     reference = campaign.journal("reference")
     assert campaign.journal("watched") == {step: reference[step] for step in campaign.journal("watched")}
-
-
-@pytest.mark.soak
-def test_watch_of_finished_run_ends(campaign: Arena) -> None:
-    """`dlac status --watch` prints one JSON object per poll into a pipe, and stops when the run is finished."""
-    done = dlac("status", "reference", "--watch", home=campaign.home)
-    assert done.returncode == 0, done.stderr
-    (line,) = done.stdout.splitlines()
-    facts = json.loads(line)
-    assert (facts["state"], facts["step"], facts["at_risk_steps"], facts["consumed_share"]) == ("finished", 125, 0, 1.0)
 
 
 @pytest.mark.soak

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import dagster as dg
 import pytest
 from pyiceberg.catalog.sql import SqlCatalog
 from pyiceberg.table import CommitTableResponse
@@ -23,13 +22,12 @@ from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.schemas import TABLES
 from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow, CheckpointRow, LedgerRow
 from dlac_pipeline.lakehouse.maintenance.expiry import expire
-from jobs.definitions import defs
 
 if TYPE_CHECKING:
     from tests.conftest import Arena
 
 RUN = "r1"
-STEPS = 12
+STEPS = 8
 ATTEMPT = Attempt(run=RUN, number=1, nonce="n1")
 Commit = Callable[..., CommitTableResponse]
 
@@ -47,7 +45,7 @@ def checkpoint(ledger: Ledger, step: int) -> None:
 
 @pytest.fixture
 def ledger(arena: Arena) -> Ledger:
-    """A ledger with a claim and a dozen checkpoints of one run, and a claim of another."""
+    """A ledger with a claim and eight checkpoints of one run, and a claim of another."""
     found = Ledger(arena.lakehouse)
     claim(found, RUN, nonce="n1", replaces=0)
     claim(found, "another", nonce="x", replaces=0)
@@ -225,19 +223,3 @@ def test_upkeep_of_all_tables_leaves_source_tables_alone(ledger: Ledger, arena: 
     assert not any(each.busy for each in done.values())
     assert [snapshot.snapshot_id for snapshot in arena.lakehouse.load("src.t").snapshots()] == snapshots
     assert {path for path in (arena.home / "warehouse" / "src").rglob("*") if path.is_file()} == files
-
-
-def test_the_dagster_job_puts_the_tables_in_order(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One run of the job merges the ledger's files, and reports a row per table."""
-    job = defs.get_job_def("upkeep_job")
-    resources = {
-        "lakehouse": {"config": {"uri": ledger.lakehouse.config.uri, "warehouse": ledger.lakehouse.config.warehouse}}
-    }
-    ops = {"own_tables_in_order": {"config": {"keep_snapshots": 3}}}
-    result = job.execute_in_process(run_config={"resources": resources, "ops": ops})
-    assert result.success
-    assert data_files(ledger.lakehouse) == 2
-    (event,) = [event for event in result.all_node_events if event.event_type_value == "STEP_OUTPUT"]
-    (shown,) = event.step_output_data.metadata.values()
-    assert isinstance(shown, dg.TableMetadataValue)
-    assert {record.data["table"]: record.data["merged_files"] for record in shown.records}["consumption"] == STEPS + 1
