@@ -12,7 +12,7 @@ import pytest
 
 from dlac_pipeline.extensions.clusters.cluster_job import ClusterJob
 from dlac_pipeline.extensions.clusters.kubernetes import Kubernetes
-from dlac_pipeline.lakehouse.errors import ClusterRefused, TrainingFailed
+from dlac_pipeline.lakehouse.errors import ClusterRefused
 from dlac_pipeline.spec.job_spec import parse_spec
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.supervisor import Outcome
@@ -82,13 +82,6 @@ def test_pods_are_followed(arena: Arena, cluster: Cluster, tmp_path: Path, kind:
     assert cluster.checked == (["JobSet"] if kind == "jobset" else ["TrainingRuntime", "TrainJob"])
     owner = cluster.objects["secrets", name]["metadata"]["ownerReferences"][0]
     assert owner["uid"] == cluster.objects[f"{kind}s", name]["metadata"]["uid"]
-
-
-def test_failed_pods_fail_run(arena: Arena, cluster: Cluster, tmp_path: Path) -> None:
-    """The pods report no event."""
-    job, _ = job_of(arena, nodes="1", cluster={"python": program(tmp_path, "exit 7")})
-    with pytest.raises(TrainingFailed, match="found FAILED in Kubernetes"):
-        job.run()
 
 
 def test_cancelled_pods_get_sigterm(arena: Arena, cluster: Cluster, tmp_path: Path) -> None:
