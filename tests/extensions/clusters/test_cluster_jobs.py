@@ -50,8 +50,8 @@ Events = list[dict[str, Any]]
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of the lakehouse. Nodes have one second for their last events."""
-    monkeypatch.setattr(cluster_job, "LISTENS_S", 1.0)
+    """The folder of the lakehouse. Nodes have little time for their last events."""
+    monkeypatch.setattr(cluster_job, "LISTENS_S", 0.3)
     return tmp_path
 
 

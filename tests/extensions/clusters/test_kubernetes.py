@@ -69,7 +69,7 @@ def rows_of(steps: Steps) -> list[int]:
     return sorted(row for step in steps.values() for row in step)
 
 
-@pytest.mark.parametrize("kind", ["jobset", "trainjob"])
+@pytest.mark.parametrize("kind", ["jobset", pytest.param("trainjob", marks=pytest.mark.slow)])
 def test_pods_are_followed(arena: Arena, cluster: Cluster, tmp_path: Path, kind: str) -> None:
     """The API server checks each field, and the job owns all other objects. Each pod's events are reported once."""
     done = '{"event": "ended", "ending": "finished", "attempts": 2, "step": 9}'

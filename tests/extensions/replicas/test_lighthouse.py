@@ -18,6 +18,7 @@ from tests.failing_servers import serve_status
 from tests.process.test_launch import spec_of
 
 
+@pytest.mark.slow
 def test_hung_lighthouse_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is stopped still accepts connections. It is killed and started again, and the new one answers."""
     monkeypatch.setattr(lighthouse, "LOOK_S", 0.1)

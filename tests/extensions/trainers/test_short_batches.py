@@ -48,8 +48,9 @@ def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         torch.testing.assert_close(found[name], expected[name], msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("left", [pytest.param(13, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize("left", [13, 1])
 def test_short_batch_weighs_its_rows(arena: Arena, left: int) -> None:
     """No row of zeros reaches the model, and each row of the last batch counts once. A loop of `batch.mean` is the judge."""
     arena.table(appends=(256 + left,))
