@@ -3,10 +3,9 @@
 import ctypes
 import dataclasses
 import json
-import time
 from pathlib import Path
 
-from dlac_pipeline.extensions.listeners.events import ProgressMade, RunEvent
+from dlac_pipeline.extensions.listeners.events import RunEvent
 
 
 class Records:
@@ -34,22 +33,6 @@ class Raises:
     def on_event(self, event: RunEvent) -> None:
         """Raise."""
         raise RuntimeError(f"no room for {type(event).__name__}")
-
-
-class Slow:
-    """Is slower than the progress events."""
-
-    def on_event(self, event: RunEvent) -> None:
-        """Wait."""
-        time.sleep(1.5 if isinstance(event, ProgressMade) else 0.0)
-
-
-class Hangs:
-    """Never returns."""
-
-    def on_event(self, event: RunEvent) -> None:
-        """Wait for ever."""
-        time.sleep(10_000)
 
 
 class HoldsLock:

@@ -10,8 +10,7 @@ With `sharded` the ranks of a group share out the model. Params, each "RANK:STEP
 
 `dies_healing` is "source" or "newcomer". With `loses_states` no newcomer of the first attempt receives a state. With `darkens`
 the new process kills the lighthouse before it meets its peers. With `awaits` = "RANK:STEP" the new process of that rank takes
-part after that step. With `dies_again` = "RANK:STEP" that process dies as well. With `raises` = "STEP" every process raises an
-exception in that step. With `leaves` = "STEP" the script leaves its loop after that step.
+part after that step. With `dies_again` = "RANK:STEP" that process dies as well.
 
 The journal has a line for each share that a rank read, and one for each step that it committed, as evidence that is independent
 of DLAC.
@@ -21,7 +20,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -161,14 +160,6 @@ def is_about_to_meet(heartbeat: RankHeartbeat) -> bool:
     return heartbeat.phase == Phase.LOADING and heartbeat.spent.in_hand == 0
 
 
-def batches_of(run: dlac.TrainingRun) -> Iterator[dlac.Batch]:
-    """Yield the batches, to the step after which the script leaves."""
-    for batch in run.batches():
-        yield batch
-        if run.spec.params.get("leaves") == str(run.step):
-            return
-
-
 def train(run: dlac.TrainingRun) -> None:
     """Train to the end of the order."""
     params = run.spec.params
@@ -191,7 +182,7 @@ def train(run: dlac.TrainingRun) -> None:
     if REJOINS and run.rank == awaited:  # its peers do not know it yet
         other = (awaited + run.spec.launch.ranks_per_replica) % run.spec.launch.world_size
         wait_for(other, lambda peer: max(peer.spent.in_hand, peer.step) >= at)
-    for batch in batches_of(run):
+    for batch in run.batches():
         step, rows = batch.step, batch["row_id"][batch.valid].tolist()
         if step == at and not REJOINS:
             wait_for(awaited, is_about_to_meet)
@@ -199,8 +190,6 @@ def train(run: dlac.TrainingRun) -> None:
         fail_before_forward(run, step)
         if params.get("dies_again") == f"{run.rank}:{step}" and REJOINS and first_to_claim("again"):
             die()
-        if params.get("raises") == str(step):
-            raise RuntimeError("the script is wrong")
         if is_now(run, "dies_reducing", step):
             die_reducing()
         if is_now(run, "dies_recorded", step):

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import re
-import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,19 +10,17 @@ from typing import Any
 import pytest
 
 from dlac_pipeline.extensions.clusters import cluster_job, slurm
-from dlac_pipeline.extensions.clusters.checks import store_in_doubt
 from dlac_pipeline.extensions.clusters.cluster_job import SILENT_S, ClusterJob, NodeEvents
-from dlac_pipeline.extensions.clusters.node_process import end_orphan, this_start
+from dlac_pipeline.extensions.clusters.node_process import end_orphan
 from dlac_pipeline.extensions.clusters.scheduler import JobState
 from dlac_pipeline.extensions.clusters.slurm import Slurm
 from dlac_pipeline.lakehouse.config import LakehouseConfig
-from dlac_pipeline.lakehouse.errors import ClusterRefused, ClusterSilent, NoProgress, TrainingFailed
+from dlac_pipeline.lakehouse.errors import ClusterSilent, NoProgress, TrainingFailed
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.commits import Attempt, claim, commit_checkpoint
 from dlac_pipeline.lakehouse.ledger.commits import finish as commit_finish
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
-from dlac_pipeline.launchers.orchestrator import report
 from dlac_pipeline.spec.job_spec import parse_spec
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.supervisor import Outcome
@@ -55,8 +50,8 @@ Events = list[dict[str, Any]]
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of the lakehouse. Nodes have one second for their last events."""
-    monkeypatch.setattr(cluster_job, "LISTENS_S", 1.0)
+    """The folder of the lakehouse. Nodes have little time for their last events."""
+    monkeypatch.setattr(cluster_job, "LISTENS_S", 0.5)
     return tmp_path
 
 
@@ -113,7 +108,7 @@ def test_node_events_are_followed(home: Path) -> None:
         ([FAILED], NO_PROGRESS.replace("NoProgress", "ClassVar"), TrainingFailed, "ClassVar: three times"),
         *(
             ([state], "", TrainingFailed, f"job 7 to report how it ended, found {state.name} in Slurm")
-            for state in (FAILED, COMPLETED, CANCELLED)
+            for state in (FAILED, COMPLETED)
         ),
         ([RUNNING, PREEMPTED], LEFT, TrainingFailed, "job 7 again after its preemption, found it ended at step 5"),
     ],
@@ -176,16 +171,6 @@ def test_refused_requeue_cancels(home: Path) -> None:
     assert any("presently disabled: it is cancelled" in message for message in warnings_of(events))
 
 
-def test_lost_first_node_after_finish(home: Path) -> None:
-    """The run is finished, so nothing has to start again."""
-    commit(home, step=5, finish=True)
-    scheduler = Scripted(LOST, CANCELLED)
-    job, _ = job_of(home, scheduler)
-    assert job.run().ending == "finished"
-    assert scheduler.calls.count("cancel") == 1
-    assert "requeue" not in scheduler.calls
-
-
 def test_unavailable_scheduler_ends_follow(home: Path) -> None:
     """The outage is reported once, and again at the end with the command that shows the job. The job is not cancelled."""
     scheduler = Scripted(RUNNING, PermissionError("the credentials have expired"))
@@ -226,35 +211,12 @@ def test_failed_cancel_is_repeated(home: Path) -> None:
     assert len(warnings_of(events)) == 1
 
 
-def test_cancelled_job_without_events(home: Path) -> None:
-    """The log of the job may be lost. Its checkpoint exists."""
-    commit(home, step=5)
-    job, _ = job_of(home, Scripted(RUNNING, CANCELLED))
-    job.stop()
-    assert job.run() == Outcome(ending="stopped", attempts=0, step=5)
-
-
 def test_unknown_job_has_ended(home: Path) -> None:
     """The first poll that does not find the job reports this, and does not end it."""
     job, events = job_of(home, Scripted(RUNNING, None), gone_s=0.1)
     with pytest.raises(TrainingFailed, match="to report how it ended"):
         job.run()
     assert any("to know job 7" in message for message in warnings_of(events))
-
-
-def test_committing_job_has_not_ended(home: Path) -> None:
-    """A job that commits has not ended, whatever Slurm reports of it."""
-    scheduler = Scripted(RUNNING, None)
-
-    def record(event: dict[str, Any]) -> None:
-        if event["event"] == "warning":
-            commit(home, step=5)
-            scheduler.log = STEP
-
-    job, events = job_of(home, scheduler, record, gone_s=0.3)
-    with pytest.raises(TrainingFailed):
-        job.run()
-    assert events[-1]["event"] == "checkpoint"
 
 
 def test_pending_pods_are_cancelled(home: Path) -> None:
@@ -271,27 +233,6 @@ def test_working_nodes_are_not_cancelled(home: Path) -> None:
     job, _ = job_of(home, scheduler)
     assert job.run().ending == "finished"
     assert "cancel" not in scheduler.calls
-
-
-def test_listener_fault_ends_launcher(home: Path) -> None:
-    """A fault of the function that receives events is not taken for a fault of the scheduler."""
-
-    def record(event: dict[str, Any]) -> None:
-        if event["event"] == "checkpoint":
-            raise ZeroDivisionError
-
-    job, _ = job_of(home, Scripted(RUNNING, log=STEP), record)
-    with pytest.raises(ZeroDivisionError):
-        job.run()
-
-
-def test_refused_job_names_reason(home: Path) -> None:
-    """The error has the text of the scheduler's command."""
-    scheduler = Scripted(RUNNING)
-    scheduler.refuses["submit"] = [ConnectionError("sbatch: error: invalid account")]
-    job, _ = job_of(home, scheduler)
-    with pytest.raises(ClusterRefused, match="found ConnectionError: sbatch: error: invalid account; "):
-        job.run()
 
 
 def answer_with(monkeypatch: pytest.MonkeyPatch, answers: dict[str, str]) -> list[tuple[str, ...]]:
@@ -348,51 +289,6 @@ def test_orphaned_job_is_ended(monkeypatch: pytest.MonkeyPatch, finished: bool, 
     assert len(calls) == 2
 
 
-def test_log_is_read_in_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each line that the nodes have written is read once."""
-    monkeypatch.chdir(tmp_path)
-    answer_with(monkeypatch, {"sbatch": "7;cluster\n"})
-    client = Slurm()
-    assert client.submit(cluster_request("slurm", {}), near=[]) == "7"
-    log = tmp_path / "slurm-7-nodes.out"
-    log.write_text(f"{STEP}{DONE[:9]}")
-    assert client.read("7") == [("", STEP)]
-    log.write_text(f"{STEP}{DONE}")
-    assert client.read("7") == [("", DONE)]
-
-
-def test_default_store_is_in_doubt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the cluster knows whether all nodes reach the store."""
-    monkeypatch.setenv("DLAC_HOME", str(tmp_path))
-    spec = cluster_request("slurm", {}).spec.resolved(tmp_path)
-    assert store_in_doubt(spec) is None
-    unnamed = spec.model_copy(update={"checkpoint": type(spec.checkpoint)()}).resolved(tmp_path)
-    assert f"checkpoints go to '{tmp_path}/checkpoints'" in str(store_in_doubt(unnamed))
-
-
-def test_nodes_share_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nodes on Slurm share a log, and so a start number. Each pod has a log, and each of its processes another number."""
-    assert this_start({"SLURM_JOB_ID": "7"}) == "0"
-    assert this_start({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2"}) == "2"
-    numbers = iter(range(2))
-    monkeypatch.setattr("time.time_ns", lambda: next(numbers))
-    assert this_start({}) != this_start({})
-
-
-def test_event_is_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An event is written at once, whatever the buffer of standard output: on Slurm the nodes share a file."""
-    pieces: list[str] = []
-
-    class Stream(io.StringIO):
-        def write(self, text: str) -> int:
-            pieces.append(text)
-            return len(text)
-
-    monkeypatch.setattr(sys, "stdout", Stream())
-    report({"event": "step"})
-    assert pieces == ['{"event": "step"}\n']
-
-
 def test_events_share_a_line() -> None:
     """A log arrives in pieces, lines of several nodes may be joined, and a line may begin with its time."""
     events: Events = []
@@ -414,11 +310,3 @@ def test_replacement_pod_starts_fresh() -> None:
     assert not node_events.all_ended
     node_events.read("1", NO_PROGRESS)
     assert [event["event"] for event in node_events.last_events] == ["ended", "error"]
-
-
-def test_stop_from_thread(home: Path) -> None:
-    """Ctrl-C during the pause between two polls ends the pause at once."""
-    scheduler = Scripted(lambda: CANCELLED if "cancel" in scheduler.calls else RUNNING, log="")
-    job, _ = job_of(home, scheduler)
-    threading.Timer(0.1, job.stop).start()
-    assert job.run().ending == "stopped"

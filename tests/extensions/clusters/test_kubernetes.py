@@ -12,7 +12,7 @@ import pytest
 
 from dlac_pipeline.extensions.clusters.cluster_job import ClusterJob
 from dlac_pipeline.extensions.clusters.kubernetes import Kubernetes
-from dlac_pipeline.lakehouse.errors import ClusterRefused, TrainingFailed
+from dlac_pipeline.lakehouse.errors import ClusterRefused
 from dlac_pipeline.spec.job_spec import parse_spec
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.supervisor import Outcome
@@ -69,7 +69,7 @@ def rows_of(steps: Steps) -> list[int]:
     return sorted(row for step in steps.values() for row in step)
 
 
-@pytest.mark.parametrize("kind", ["jobset", "trainjob"])
+@pytest.mark.parametrize("kind", ["jobset", pytest.param("trainjob", marks=pytest.mark.slow)])
 def test_pods_are_followed(arena: Arena, cluster: Cluster, tmp_path: Path, kind: str) -> None:
     """The API server checks each field, and the job owns all other objects. Each pod's events are reported once."""
     done = '{"event": "ended", "ending": "finished", "attempts": 2, "step": 9}'
@@ -82,13 +82,6 @@ def test_pods_are_followed(arena: Arena, cluster: Cluster, tmp_path: Path, kind:
     assert cluster.checked == (["JobSet"] if kind == "jobset" else ["TrainingRuntime", "TrainJob"])
     owner = cluster.objects["secrets", name]["metadata"]["ownerReferences"][0]
     assert owner["uid"] == cluster.objects[f"{kind}s", name]["metadata"]["uid"]
-
-
-def test_failed_pods_fail_run(arena: Arena, cluster: Cluster, tmp_path: Path) -> None:
-    """The pods report no event."""
-    job, _ = job_of(arena, nodes="1", cluster={"python": program(tmp_path, "exit 7")})
-    with pytest.raises(TrainingFailed, match="found FAILED in Kubernetes"):
-        job.run()
 
 
 def test_cancelled_pods_get_sigterm(arena: Arena, cluster: Cluster, tmp_path: Path) -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-import socket
-from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from dlac_pipeline.checkpoint.commit.local_copies import holders_of, node_name, nodes_with_newest
+from dlac_pipeline.checkpoint.commit.local_copies import holders_of, nodes_with_newest
 from dlac_pipeline.extensions.clusters import slurm
 from dlac_pipeline.extensions.clusters.cluster_job import ClusterJob
 from dlac_pipeline.extensions.clusters.kubernetes import Kubernetes
@@ -19,7 +17,7 @@ from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, CheckpointRow
 from dlac_pipeline.spec.launch_request import Request
 from tests.conftest import Arena
-from tests.extensions.clusters.cluster import COMPLETED, GOOD, Scripted, cluster_request
+from tests.extensions.clusters.cluster import COMPLETED, Scripted, cluster_request
 
 pytestmark = pytest.mark.usefixtures("only_this_process")
 
@@ -67,13 +65,6 @@ def pod_of(text: str) -> dict[str, Any]:
     return template
 
 
-def test_schedulers_name_nodes() -> None:
-    """A node has the name that its scheduler gives it, which is not the name of a pod."""
-    assert node_name({"DLAC_NODE_NAME": "k1", "SLURMD_NODENAME": "n1"}) == "k1"
-    assert node_name({"SLURMD_NODENAME": "n1"}) == "n1"
-    assert node_name({}) == socket.gethostname()
-
-
 def test_largest_holder_is_first() -> None:
     """Nodes are ordered by the bytes that their ranks wrote. An adopted checkpoint has no rank."""
     votes = [{"node": node, "files": [{"bytes": size}]} for node, size in (("a", 5), ("b", 4), ("b", 4), ("", 99))]
@@ -99,27 +90,12 @@ def test_ledger_names_holders(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> 
     assert [list(each) for each in nodes] == [["n1"], [], ["n2"], []]
 
 
-def test_store_alone_has_no_holders(arena: Arena) -> None:
-    """No node has a copy if checkpoints are only in the store, or before the first checkpoint."""
-    arena.table(appends=(60,), row_group_rows=20)
-    arena.train(arena.spec("r1", world_size=1, batch_size=16, key_groups=4, every_steps=2, passes=1))
-    assert nodes_with_newest(Ledger(arena.lakehouse).rows("r1", kinds=HEAD_KINDS)) == []
-    assert nodes_with_newest([]) == []
-
-
 def test_slurm_requires_idle_holders(idle: list[str]) -> None:
     """A job requires the idle nodes among the holders, in their order, and at most its number of nodes."""
     Slurm().submit(cluster_request("slurm", {"options": {"partition": "h100"}}, nodes="1"), near=["n1", "n3", "n2"])
     assert idle[0].startswith("sinfo --noheader --Node")
     assert idle[0].endswith("--nodes=n1,n3,n2 --partition=h100")
     assert required(idle[1]) == ["n3"]
-
-
-def test_user_places_slurm_job(idle: list[str]) -> None:
-    """No node is required if the user's options name nodes, or if no node has a copy."""
-    Slurm().submit(cluster_request("slurm", {"options": {"nodelist": "n9"}}), near=["n2"])
-    Slurm().submit(cluster_request("slurm", {}), near=[])
-    assert [required(call) for call in idle] == [["n9"], []]
 
 
 def test_refused_holders_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,10 +166,3 @@ def test_pods_without_copies_prefer_nothing(pod: dict[str, Any]) -> None:
     """A copy in a pod's own folder is lost with the pod, and one on a claim is equally near from each node."""
     request = request_on_kubernetes(pod={"spec": pod})
     assert "affinity" not in pod_of(Kubernetes(request).render(request, near=["k1"]))["spec"]
-
-
-def test_rendering_reads_no_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rendered job names no nodes, and neither the ledger nor the cluster is read."""
-    monkeypatch.setattr(slurm, "answer_of", lambda *command, **_: pytest.fail(f"asked {command}"))
-    assert GOOD["lakehouse"]["uri"].startswith("postgresql")
-    assert required(ClusterJob(cluster_request("slurm", {}), Slurm()).render()) == []

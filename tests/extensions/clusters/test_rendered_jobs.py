@@ -62,17 +62,7 @@ def job_of(jobset: Mapping[str, Any]) -> dict[str, Any]:
     return dict(job["template"])
 
 
-def test_options_of_slurm_are_rendered() -> None:
-    """Without a range of nodes the script has none. An option without a value is a flag."""
-    script = render_job(cluster_request("slurm", {}, nodes="3", nproc_per_node=2))
-    assert "--nodes=3\n" in script
-    assert "gpus" not in script
-    script = render_job(cluster_request("slurm", {"options": {"exclusive": "", "comment": "word"}}))
-    assert {"--exclusive", "--comment=word"} <= set(re.findall(r"^#SBATCH (.*)$", script, re.MULTILINE))
-
-
-@pytest.mark.parametrize("version", ["1.31", "1.37"])
-def test_jobset_satisfies_schemas(version: str) -> None:
+def test_jobset_satisfies_schemas() -> None:
     """The strict schema of Kubernetes accepts the job with its pods, and the official model of a JobSet drops no field."""
     from kubeflow_trainer_api import models  # seconds, for every process that collects tests
     from kubernetes_validate import validate
@@ -84,8 +74,8 @@ def test_jobset_satisfies_schemas(version: str) -> None:
     assert model is not None
     assert model.to_dict() == jobset
     job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "j"}, "spec": job_of(jobset)["spec"]}
-    validate(job, version, strict=True)
-    validate(found["Secret"], version, strict=True)
+    validate(job, "1.37", strict=True)
+    validate(found["Secret"], "1.37", strict=True)
 
 
 def test_trainjob_satisfies_schemas() -> None:
@@ -141,43 +131,18 @@ def test_secrets_are_files() -> None:
     assert "DLAC_REQUEST" not in environment
 
 
-def test_request_is_read_from_file(tmp_path: Path) -> None:
-    """The file of the secret has the content of the variable."""
-    request = cluster_request("slurm", SLURM)
-    (tmp_path / "request").write_text(pack(request))
-    assert unpack({"DLAC_REQUEST_FILE": str(tmp_path / "request")}) == request
-    with pytest.raises(SpecInvalid, match="expected a request of this DLAC"):
-        unpack({"DLAC_REQUEST_FILE": str(tmp_path / "none")})
-
-
-def test_first_pod_serves_rendezvous() -> None:
-    """The rendezvous has the name that a JobSet gives its first pod."""
-    jobset = manifests({})["JobSet"]
-    name = jobset["metadata"]["name"]
-    (container,) = job_of(jobset)["spec"]["template"]["spec"]["containers"]
-    assert {"name": "DLAC_FIRST_NODE", "value": f"{name}-node-0-0.{name}"} in container["env"]
-
-
 @pytest.mark.parametrize(
     ("on", "cluster", "message"),
     [
         ("slurm", {"pod": KUBERNETES["pod"]}, r"expected no cluster\.pod with launch\.on = 'slurm'"),
         ("slurm", {"namespace": "ml"}, r"expected no cluster\.namespace .* found 'ml'"),
         ("slurm", {"options": {"signal": "B:USR1"}}, r"cluster\.options .* found 'signal'"),
-        ("slurm", {"options": {"--x": "1"}}, r"cluster\.options: expected plain names, found '--x'"),
         ("slurm", {"time_limit_s": -1}, r"cluster\.time_limit_s: .*found -1"),
-        ("slurm", {"port": 80}, r"cluster\.port: unknown field"),
-        ("slurm", {"optoins": {}}, r"cluster\.optoins: unknown field, did you mean 'options'"),
         ("slurm", {"options": {"comment": "two words"}}, r"options\.comment without blanks.* found 'two words'"),
-        ("slurm", {"options": {"mail-type": "END#x"}}, r"cluster\.options\.mail-type .* found 'END#x'"),
         ("kubernetes", {"image": "i", "pod": {"foo": {}}}, r"expected no cluster\.pod\.foo"),
         ("kubernetes", pod({"terminationGracePeriodSeconds": 600}), r"pod\.spec\.terminationGracePeriodSeconds"),
-        ("kubernetes", pod({"containers": [{"name": "node", "command": ["x"]}]}), r"spec\.containers\.command"),
-        ("kubernetes", pod({"containers": [{"image": "x"}]}), r"expected a name for each"),
         ("kubernetes", {}, r"expected cluster\.image"),
-        ("kubernetes", {"image": "i", "options": {"a": "b"}}, r"expected no cluster\.options .* found \{'a': 'b'\}"),
         ("here", {}, r"expected launch\.on = 'kubernetes' or 'slurm'"),
-        ("nomad", {}, r"launch\.on: .*found 'nomad': installed are here, kubernetes, slurm"),
     ],
 )
 def test_impossible_cluster_is_refused(on: str, cluster: dict[str, Any], message: str) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -13,19 +11,15 @@ from typing import Any
 
 import psutil
 import pytest
-import yaml
 
 from dlac_pipeline.extensions.clusters.cluster_job import ClusterJob
-from dlac_pipeline.extensions.clusters.settings import ClusterSpec
 from dlac_pipeline.extensions.clusters.slurm import PREFERS_S, Slurm
-from dlac_pipeline.lakehouse.config import LakehouseConfig
-from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow
+from dlac_pipeline.lakehouse.ledger.typed_rows import ClaimRow
 from dlac_pipeline.spec.job_spec import parse_spec
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.supervisor import Outcome
 from tests.conftest import Arena, Steps, wait_until
 from tests.extensions.clusters.slurm_cluster import SlurmCluster, needs_slurm, slurm_cluster
-from tests.postgres_server import postgres
 
 pytestmark = needs_slurm
 SLOW: dict[str, Any] = {"slow_rank": 0, "slow_s": 0.1}
@@ -123,43 +117,6 @@ def test_range_takes_all_idle_nodes(arena: Arena, slurm: SlurmCluster) -> None:
     check_exact(arena, rows=240)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ends", ["finished", "failed"])
-def test_finished_job_is_completed(arena: Arena, slurm: SlurmCluster, tmp_path: Path, ends: str) -> None:
-    """A node's process fails after the end of the run. Slurm calls the job completed, and does not queue it again."""
-    arena.table(appends=(240,))
-    python = tmp_path / "python"
-    fails = '"$@"; exit 9' if ends == "finished" else "exit 9"
-    python.write_text(f'#!/bin/bash\nset -- {sys.executable} "$@"\n{fails}\n')
-    python.chmod(0o755)
-    request = request_for(arena, nodes="1", batch_size=24)
-    cluster = request.spec.section(ClusterSpec).model_copy(update={"python": str(python), "retries": 0})
-    job = Slurm().submit(
-        request.model_copy(update={"spec": request.spec.model_copy(update={"cluster": cluster})}), near=[]
-    )
-    state = "COMPLETED" if ends == "finished" else "FAILED"
-    wait_until(lambda: f"JobState={state}" in slurm.job(job), what=f"the job to be {state}", within_s=120)
-    assert "Restarts=0" in slurm.job(job)
-
-
-@pytest.mark.soak
-@pytest.mark.skipif(shutil.which("initdb") is None, reason="needs PostgreSQL's initdb and postgres on the PATH")
-def test_command_follows_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slurm: SlurmCluster) -> None:
-    """`dlac train` submits the job, shows its states and checkpoints, and ends with the status of the run."""
-    with postgres() as address:
-        arena = Arena(tmp_path / "home", monkeypatch, config=LakehouseConfig(uri=address))
-        arena.table(appends=(240,))
-        spec = request_for(arena, nodes="2:3", batch_size=24, every_steps=5).spec
-        job = tmp_path / "job.yaml"
-        job.write_text(yaml.safe_dump(spec.model_dump()))
-        command = [sys.executable, "-m", "dlac_pipeline.cli.main", "train", str(job)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr + logs()
-        assert "submitted as 1" in done.stdout
-        assert "the job is RUNNING" in done.stdout
-        assert {row.world_size for row in arena.lineage("r1")} == {3}
-
-
 @pytest.mark.soak
 def test_cancelled_job_leaves_checkpoint(arena: Arena, slurm: SlurmCluster) -> None:
     """`dlac train` cancels its job, whose nodes checkpoint. The next job trains the rest."""
@@ -230,18 +187,6 @@ def test_job_outlives_fault(
     check_exact(arena)
 
 
-@pytest.mark.soak
-def test_orphaned_job_ends(arena: Arena, slurm: SlurmCluster) -> None:
-    """The first node is lost, and no `dlac train` follows the job. The last node that ends also ends the job."""
-    arena.table()
-    slurm_client = Slurm()
-    job = slurm_client.submit(request_for(arena, nodes="2:3", batch_size=24, **SLOW), near=[])
-    wait_until(lambda: bool(arena.rows("r1", CheckpointRow)), what="a checkpoint", within_s=120)
-    slurm.lose("n1")
-    wait_until(lambda: "JobState=RUNNING" not in slurm.job(job), what="the job's end", within_s=180)
-    assert re.search("JobState=(CANCELLED|COMPLETING)|Restarts=1", slurm.job(job))
-
-
 def leave_copy_on(node: str, arena: Arena) -> dict[str, Any]:
     """Train on one node until a checkpoint is committed, and stop. Return the folders of the run's checkpoints."""
     places: dict[str, Any] = {"store": str(arena.home / "far"), "local": str(arena.home / "near")}
@@ -253,16 +198,14 @@ def leave_copy_on(node: str, arena: Arena) -> dict[str, Any]:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("holder", ["idle", "lost", "drained"])
+@pytest.mark.parametrize("holder", ["idle", "lost"])
 def test_resumed_job_gets_holder(arena: Arena, slurm: SlurmCluster, holder: str) -> None:
     """A run resumes on the node with its newest checkpoint, although Slurm would have chosen another node.
 
-    A node that is not idle is not required. If it is lost during the job, the job gets another node after a short time.
+    If it is lost during the job, the job gets another node after a short time.
     """
     arena.table()
     places = leave_copy_on("n3", arena)
-    if holder == "drained":
-        slurm.ask("scontrol", "update", "NodeName=n3", "State=DRAIN", "Reason=test")
     waits: dict[str, Any] = {"prefers_s": 2.0, **SLOW} if holder == "lost" else {}
     resumed = FollowedJob(arena, nodes="1", **waits, **places)
     if holder == "lost":

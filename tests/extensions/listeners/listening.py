@@ -20,7 +20,7 @@ from dlac_pipeline.spec.job_spec import JobSpec
 from tests.conftest import PROGRAMS
 from tests.installed import install_distribution
 
-STRANGERS = {"records": "Records", "raises": "Raises", "slow": "Slow", "hangs": "Hangs", "holds_lock": "HoldsLock"}
+STRANGERS = {"records": "Records", "raises": "Raises", "holds_lock": "HoldsLock"}
 
 
 def install_strangers(folder: Path) -> Path:

@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-import yaml
 
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow
-from tests.conftest import PROGRAMS, Arena, Launch, wait_until
+from tests.conftest import Arena, Launch
 from tests.extensions.listeners.listening import (
     Receiver,
     read_events,
     read_wandb_run,
     running_receiver,
-    scrape,
     with_listeners,
 )
-from tests.forked import Forked
 from tests.launched_nodes import job, train_together
-from tests.ports import own_port
 
 DAGSTER_RUN = "0f2c8a52-4f6e-4bd2-8ad5-1d2b8c7c4f3e"
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the libraries, which this process imports to read
@@ -61,9 +52,6 @@ def listened(campaign: Arena, strangers: None, tmp_path_factory: pytest.TempPath
         "wandb": {"project": "tests"},
         "opentelemetry": {},
         "records": {"path": str(folder / "events.jsonl")},
-        "raises": {},
-        "slow": {},
-        "hangs": {},
     }
     with pytest.MonkeyPatch.context() as monkeypatch, running_receiver() as receiver:
         monkeypatch.setenv("OPENLINEAGE_URL", receiver.url)
@@ -81,22 +69,23 @@ def listened(campaign: Arena, strangers: None, tmp_path_factory: pytest.TempPath
         yield Listened(arena=campaign, launch=launch, receiver=receiver, folder=folder)
 
 
-def test_listeners_change_no_loss(listened: Listened) -> None:
-    """Listeners raise, are slow and hang. The losses are those of the run without listeners, and the run is finished."""
-    arena, launch = listened.arena, listened.launch
-    assert launch.of("ended")[0]["ending"] == "finished"
-    assert arena.losses("listened") == arena.losses("reference")
-    assert len(arena.rows("listened", ClaimRow)) == 2
-    log = launch.stderr
-    assert log.count("RuntimeError: no room") == 1
-    assert re.search(r"'raises' ended: [1-9]\d* errors, ", log)
-    # on a busy machine the launch kills the process before it has reported the listener that hangs
-    reported = re.search(r"'hangs' did not end in time: 0 errors, .*, [1-9]\d* events left", log)
-    assert reported or "the listeners of run 'listened' did not end in time, and are killed" in log
+def test_listeners_change_no_loss(arena: Arena, strangers: None, tmp_path: Path) -> None:
+    """A listener raises, and another one hears of each checkpoint. The losses are those of the run without listeners."""
+    arena.table(appends=(320,))
+    alone, heard = (arena.spec(run, world_size=1, passes=1, every_steps=5) for run in ("alone", "heard"))
+    arena.train(alone)
+    arena.train(with_listeners(heard, raises={}, records={"path": str(tmp_path / "events.jsonl")}))
+    assert arena.losses("heard") == arena.losses("alone")
+    events = read_events(tmp_path / "events.jsonl")
+    committed = [each["checkpoint_id"] for each in events if each["kind"] == "CheckpointCommitted"]
+    assert committed == [each.checkpoint_id for each in arena.lineage("heard")]
+    assert events[-1]["kind"] == "closed"
 
 
+@pytest.mark.slow
 def test_other_listeners_receive_all_events(listened: Listened) -> None:
     """An entry point receives typed events in order: of two attempts, their checkpoints, the failure and the recovery."""
+    assert listened.arena.losses("listened") == listened.arena.losses("reference")
     events = listened.recorded
     kinds = [each["kind"] for each in events if each["kind"] != "ProgressMade"]
     assert [kind for kind in kinds if kind != "CheckpointCommitted"] == [
@@ -129,7 +118,8 @@ def test_other_listeners_receive_all_events(listened: Listened) -> None:
         assert 0 <= each["rows"] - 32 * (each["step"] - starts[each["attempt"]]) <= 64
 
 
-def test_openlineage_follows_client_schema(listened: Listened) -> None:
+@pytest.mark.slow
+def test_openlineage_has_run_per_attempt(listened: Listened) -> None:
     """Each attempt is a run with one start and one end. Inputs have snapshots and row counts, outputs are checkpoints."""
     events = listened.receiver.read_json("/api/v1/lineage")
     assert [each["eventType"] for each in events if each["eventType"] != "RUNNING"] == [
@@ -138,7 +128,6 @@ def test_openlineage_follows_client_schema(listened: Listened) -> None:
         "START",
         "COMPLETE",
     ]
-    assert [rebuild(each) for each in events] == events
     runs = list(dict.fromkeys(each["run"]["runId"] for each in events))
     assert len(runs) == 2
     snapshot = str(listened.recorded[0]["tables"][0]["snapshot_id"])
@@ -155,41 +144,7 @@ def test_openlineage_follows_client_schema(listened: Listened) -> None:
     assert list(dict.fromkeys(heads)) == lineage
 
 
-def rebuild(event: dict[str, Any]) -> dict[str, Any]:
-    """Return an event after the client's classes, generated from its schema, have checked its parts."""
-    from openlineage.client import event_v2, facet_v2
-    from openlineage.client.serde import Serde
-
-    event_v2.set_producer(event["producer"])
-    pending: list[Any] = [facet_v2.BaseFacet]
-    kinds: dict[str, Any] = {}
-    while pending:
-        kind = pending.pop()
-        pending += kind.__subclasses__()
-        if getattr(sys.modules[kind.__module__], kind.__name__) is kind:  # attrs makes two classes, one without slots
-            kinds[kind._get_schema()] = kind
-
-    def facets(found: dict[str, Any]) -> Any:
-        bare = {name: {key: each[key] for key in each if not key.startswith("_")} for name, each in found.items()}
-        return {name: kinds[found[name]["_schemaURL"]](**each) for name, each in bare.items()}
-
-    def dataset(kind: type[Any], found: dict[str, Any]) -> Any:
-        return kind(**{name: facets(each) if name.lower().endswith("facets") else each for name, each in found.items()})
-
-    job = event["job"]
-    rebuilt = event_v2.RunEvent(
-        eventTime=event["eventTime"],
-        producer=event["producer"],
-        run=event_v2.Run(event["run"]["runId"], facets(event["run"]["facets"])),
-        job=event_v2.Job(job["namespace"], job["name"], facets(job["facets"])),
-        eventType=event_v2.RunState(event["eventType"]),
-        inputs=[dataset(event_v2.InputDataset, each) for each in event["inputs"]],
-        outputs=[dataset(event_v2.OutputDataset, each) for each in event["outputs"]],
-    )
-    plain: dict[str, Any] = Serde.to_dict(rebuilt)
-    return plain
-
-
+@pytest.mark.slow
 def test_mlflow_run_spans_recovery(listened: Listened) -> None:
     """One MLflow run has each step once, with the ledger's loss, and the tags of the last checkpoint."""
     from mlflow import MlflowClient
@@ -216,6 +171,7 @@ def test_mlflow_run_spans_recovery(listened: Listened) -> None:
     assert "progress/rows_at_risk" in run.data.metrics
 
 
+@pytest.mark.slow
 def test_wandb_files_have_losses(listened: Listened) -> None:
     """The offline run has each step once, with the ledger's loss, and the last checkpoint."""
     (path,) = (listened.folder / "wandb").glob("offline-run-*/run-*.wandb")
@@ -224,6 +180,7 @@ def test_wandb_files_have_losses(listened: Listened) -> None:
     assert run.summary["checkpoint_id"] == listened.arena.head("listened")
 
 
+@pytest.mark.slow
 def test_opentelemetry_has_recovery_spans(listened: Listened) -> None:
     """A recovery is a span with its phases below it. Gauges have step, loss and rows at risk."""
     from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
@@ -254,28 +211,6 @@ def test_opentelemetry_has_recovery_spans(listened: Listened) -> None:
     assert names == {"dlac.step", "dlac.loss", "dlac.loss_step", "dlac.rows_at_risk", "dlac.rows_per_s"}
 
 
-@pytest.mark.soak
-def test_prometheus_serves_running_train(campaign: Arena) -> None:
-    """`dlac train` serves its gauges on loopback only, and the port is free after the end."""
-    port = own_port()
-    spec = with_listeners(campaign.spec("scraped", pause_s=0.02), prometheus={"port": port})
-    file = campaign.home / "scraped.yaml"
-    file.write_text(yaml.safe_dump(spec.model_dump(mode="json")))
-    command = [str(Path(sys.executable).with_name("dlac")), "train", str(file), "--home", str(campaign.home)]
-    with Forked(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
-        wait_until(lambda: 'dlac_checkpoint_step{run="scraped"}' in scrape(port), what="a scraped checkpoint")
-        text = scrape(port)
-        listening = {each.laddr[0] for each in psutil.net_connections("tcp") if each.laddr and each.laddr[1] == port}
-        output = process.communicate()[0]
-    assert process.returncode == 0, output
-    for name in ("dlac_step", "dlac_loss", "dlac_rows_at_risk", "dlac_rows_per_s", "dlac_checkpoints_total"):
-        assert re.search(rf'^{name}{{run="scraped"}} [0-9.e+-]+$', text, re.MULTILINE), text
-    assert 'dlac_rows_committed_total{run="scraped",table="src.t"}' in text
-    assert listening == {"127.0.0.1"}
-    assert scrape(port) == ""
-    assert campaign.losses("scraped") == campaign.losses("reference")
-
-
 @pytest.mark.slow
 def test_held_interpreter_does_not_stop_training(campaign: Arena, strangers: None) -> None:
     """A listener hangs in C, so that its process does nothing more. It is killed at the end of the run."""
@@ -285,36 +220,6 @@ def test_held_interpreter_does_not_stop_training(campaign: Arena, strangers: Non
     assert launch.of("ended")[0]["ending"] == "finished"
     assert "the listeners of run 'held' did not end in time, and are killed" in launch.stderr
     assert campaign.losses("held")[:62] == campaign.losses("reference")[:62]
-
-
-def test_missing_listener_ends_launch(campaign: Arena) -> None:
-    """The error comes before an attempt, and names the listener."""
-    launch = campaign.launch(with_listeners(campaign.spec("misspelled"), promteheus={}))
-    assert launch.wait() == 64
-    assert "did you mean 'prometheus'?" in launch.of("error")[0]["message"]
-    assert campaign.rows("misspelled") == []
-
-
-@pytest.mark.soak
-def test_torchrun_emits_same_events(campaign: Arena, strangers: None, tmp_path: Path) -> None:
-    """Without a supervisor rank 0 passes on its events, and its death ends the attempt as lost."""
-    file, events = tmp_path / "job.yaml", tmp_path / "events.jsonl"
-    spec = with_listeners(campaign.spec("by-torchrun", passes=1, pause_s=0.02), records={"path": str(events)})
-    file.write_text(yaml.safe_dump(spec.model_dump(mode="json")))
-    environment = {**os.environ, "JOB_SPEC": str(file), "DLAC_HOME": str(campaign.home), "OMP_NUM_THREADS": "1"}
-    torchrun = [str(Path(sys.executable).with_name("torchrun")), "--nnodes=1", "--nproc-per-node=2"]
-    options = ["--rdzv-backend=dlac", f"--rdzv-id={spec.run}", str(PROGRAMS / "train_tiny.py")]
-    with subprocess.Popen([*torchrun, *options], env=environment, stderr=subprocess.PIPE) as process:
-        _, errors = process.communicate()
-    assert process.returncode == 0, errors
-    wait_until(lambda: '"closed"' in events.read_text(), what="the end of the listeners")
-    found = read_events(events)
-    kinds = [each["kind"] for each in found]
-    assert {"AttemptStarted", "ProgressMade", "CheckpointCommitted", "AttemptEnded"} <= set(kinds)
-    assert found[kinds.index("AttemptEnded")]["ending"] == "finished"
-    losses = [loss for each in found if each["kind"] == "CheckpointCommitted" for loss in each["losses"]]
-    assert losses == campaign.losses("by-torchrun")
-    assert time.time() > found[0]["at"]
 
 
 @pytest.mark.soak

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
-import os
 from pathlib import Path
 from typing import Any
 
@@ -65,12 +63,10 @@ def test_later_launch_takes_steps_back(tmp_path: Path) -> None:
     ("launches", "kept", "doubtful"),
     [
         (((0, 9), (0, 2), (5, 1)), [5, 0, None], False),
-        (((0, 9), (5, 1), (8, 1)), [8, 5, None], False),
         (((0, 9), (5, 4), (8, 1)), [5, 8, None], True),
         (((0, 4), (0, 1), (7, 1)), [7, 0, None], False),
-        (((0, 9), (5, 0), (5, 1)), [5, 5, None], False),
     ],
-    ids=["restarted in vain", "resumed earlier", "several have it", "none has it", "died at once"],
+    ids=["restarted in vain", "several have it", "none has it"],
 )
 def test_launches_off_lineage_keep_nothing(
     tmp_path: Path, launches: tuple[tuple[int, int], ...], kept: list[int | None], doubtful: bool
@@ -89,9 +85,8 @@ def test_launches_off_lineage_keep_nothing(
     [
         ([(0, 0), (1, 1), (2, 2), (3, 90), (0, 91), (2, 91), (1, 92)], [{0, 1, 2}, {0, 1, 2, 3}]),
         ([(0, 0), (1, 1), (2, 2), (3, 3), (2, 90), (0, 91)], [{0, 1, 2, 3}, {0, 2}]),
-        ([(0, 0), (1, 1), (0, 90), (1, 91), (2, 92)], [{0, 1}, {0, 1, 2}]),
     ],
-    ids=["first without rank 3", "second without ranks", "first without ranks"],
+    ids=["first without rank 3", "second without ranks"],
 )
 def test_rank_joins_its_own_launch(
     tmp_path: Path, starts: list[tuple[int, int]], expected: list[set[int]], monkeypatch: pytest.MonkeyPatch
@@ -105,22 +100,6 @@ def test_rank_joins_its_own_launch(
     assert [set(each.ranks) for each in read_launches(tmp_path)] == expected
 
 
-def test_file_without_head_is_named(tmp_path: Path) -> None:
-    """A file that was torn before its first line was whole is a rank without records. An odd rank makes no file."""
-    record(tmp_path, step=0, steps=2, ranks=2)
-    [second] = tmp_path.glob("rank-00001-*")
-    second.write_bytes(second.read_bytes()[:20])
-    Shadow(tmp_path, step=0, rank=np.int64(2), world_size=2).step([1])  # type: ignore[arg-type]
-    Shadow(tmp_path, step=None, rank=3, world_size=2).step([1])  # type: ignore[arg-type]
-    [launch] = read_launches(tmp_path)
-    assert set(launch.ranks) == {0, 2}
-    assert launch.gaps()[:2] == [
-        f"{second.name} has no whole line: nothing was recorded in it",
-        "launch 1 has no file of rank 1",
-    ]
-    assert len(list(tmp_path.iterdir())) == 3
-
-
 @pytest.mark.parametrize("tail", [bytes(2400), np.array([0, 4, -3], np.int64).tobytes()], ids=["zeros", "count"])
 def test_damaged_tail_is_no_record(tmp_path: Path, tail: bytes) -> None:
     """Zeros after a crash of the node, and a record of fewer than no rows, end the log."""
@@ -129,33 +108,6 @@ def test_damaged_tail_is_no_record(tmp_path: Path, tail: bytes) -> None:
     file.write_bytes(file.read_bytes() + tail)
     [launch] = read_launches(tmp_path)
     assert (rows(launch), launch.last_step) == ([10, 20, 30], 3)
-
-
-def test_failed_close_does_not_raise(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A shared folder that reports a full disk at the end neither ends the training nor hides its error."""
-
-    def close(file: int) -> None:
-        raise OSError(errno.EDQUOT, "over quota")
-
-    shadow = Shadow(tmp_path, step=0)
-    other = Shadow(tmp_path, step=0)
-    monkeypatch.setattr(os, "close", close)
-    shadow.close()
-    with pytest.raises(KeyError), other:
-        raise KeyError
-    monkeypatch.undo()
-    assert [message.count("over quota") for message in caplog.messages] == [1, 1]
-
-
-def test_uneven_end_is_no_gap(tmp_path: Path) -> None:
-    """A rank that has ended with fewer steps than another one lacks no record."""
-    for rank in range(2):
-        with Shadow(tmp_path, step=0, rank=rank, world_size=2) as shadow:
-            for step in range(3 + rank):
-                shadow.step([step])
-    assert read_launches(tmp_path)[0].gaps() == []
 
 
 def test_lost_rank_is_named(tmp_path: Path) -> None:
@@ -172,7 +124,7 @@ def test_lost_rank_is_named(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("ids", [["a"], [1.5], None, {"row_id": [1]}, np.array([2**63], np.uint64)])
+@pytest.mark.parametrize("ids", [["a"], None, np.array([2**63], np.uint64)])
 def test_bad_ids_do_not_raise(tmp_path: Path, ids: Any, caplog: pytest.LogCaptureFixture) -> None:
     """The first bad step is one warning, and the rank records nothing more."""
     shadow = Shadow(tmp_path, step=0)
@@ -186,15 +138,11 @@ def test_bad_ids_do_not_raise(tmp_path: Path, ids: Any, caplog: pytest.LogCaptur
     assert "training is not affected" in caplog.text
 
 
-@pytest.mark.parametrize("place", ["a file", "no rank"])
 def test_bad_start_does_not_raise(
-    tmp_path: Path, place: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a folder or a rank nothing is recorded, and nothing is raised."""
-    if place == "a file":
-        (tmp_path / "folder").write_text("")
-    else:
-        monkeypatch.setenv("RANK", "first")
+    """Without a rank nothing is recorded, and nothing is raised."""
+    monkeypatch.setenv("RANK", "first")
     shadow = Shadow(tmp_path / "folder", step=0)
     shadow.step([1])
     shadow.close()

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import urllib.request
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import psutil
 import pytest
@@ -16,12 +13,12 @@ import pytest
 from dlac_pipeline.extensions.replicas import lighthouse
 from dlac_pipeline.extensions.replicas.lighthouse import Lighthouse
 from dlac_pipeline.extensions.replicas.rank import read_lighthouse
-from dlac_pipeline.spec import launch_spec
 from tests.conftest import wait_until
 from tests.failing_servers import serve_status
 from tests.process.test_launch import spec_of
 
 
+@pytest.mark.slow
 def test_hung_lighthouse_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is stopped still accepts connections. It is killed and started again, and the new one answers."""
     monkeypatch.setattr(lighthouse, "LOOK_S", 0.1)
@@ -41,23 +38,6 @@ def test_hung_lighthouse_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert not psutil.pid_exists(first.pid)
     finally:
         served.end()
-
-
-def test_lighthouse_that_never_starts_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It hangs before it has written its address. The supervisor kills it, and so starts another one."""
-    monkeypatch.setattr(lighthouse, "LOOK_S", 0.01)
-    monkeypatch.setattr(launch_spec, "LEAST_START_S", 0.2)
-    spec = spec_of(tmp_path, "pass", replicas=2, hang_timeout_s=0.1)
-    served, killed = Lighthouse(spec, tmp_path), threading.Event()
-    process: Any = SimpleNamespace(pid=os.getpid(), kill=killed.set)
-    served._process = process
-    watch = threading.Thread(target=served._kill_hung, args=(process,))
-    watch.start()
-    try:
-        assert killed.wait(60)
-    finally:
-        served._ended.set()
-        watch.join()
 
 
 def test_lighthouse_is_asked_without_proxy(monkeypatch: pytest.MonkeyPatch) -> None:

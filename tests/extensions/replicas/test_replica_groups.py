@@ -30,7 +30,7 @@ from dlac_pipeline.extensions.replicas.rank import (
     write_reached,
 )
 from dlac_pipeline.extensions.replicas.torchft_state import TorchFTState
-from dlac_pipeline.lakehouse.errors import CursorMismatch, RunBusy, ScriptInvalid, TrainingFailed
+from dlac_pipeline.lakehouse.errors import CursorMismatch, RunBusy, ScriptInvalid
 from dlac_pipeline.plan.slots import DataCoordinate
 from dlac_pipeline.spec.job_spec import parse_spec
 from dlac_pipeline.track.tracker import ReaderStateTracker
@@ -275,15 +275,6 @@ def test_skipped_steps_follow_the_committer(replicas: list[Replica]) -> None:
         assert replica.saved == [(4, 4, True)]
 
 
-def test_leg_without_batches_is_recorded(replicas: list[Replica]) -> None:
-    """A checkpoint names a leg that had no step."""
-    committer, _ = replicas
-    vars(committer.checkpointing)["_owns_head"] = True
-    committer.attempt.has_unrecorded_leg = True
-    committer.checkpointing.take("end", wait=True)
-    assert committer.attempt.manager.save.called
-
-
 def test_parameter_that_nothing_averages_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bare module in a group of several ranks would become another one on each of them."""
     model = torch.nn.Linear(2, 1)
@@ -321,17 +312,6 @@ def test_state_of_other_shape_is_healed(one_rank: None) -> None:
     assert rows.full_tensor().tolist() == [1.0] * 4
     assert isinstance(model.weight, DTensor)
     assert model.weight.full_tensor().tolist() == [[1.0, 1.0]] * 4
-
-
-def test_sharded_tensors_of_other_parts_are_refused(one_rank: None) -> None:
-    """A newcomer has no mesh for them."""
-    mesh = init_device_mesh("cpu", (1,))
-    average = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
-    other = SimpleNamespace(state_dict=lambda: {"average": average}, load_state_dict=lambda state: None)
-    model = torch.nn.Linear(2, 1)
-    state = TorchFTState(model=model, optimizer=torch.optim.SGD(model.parameters()), average=other)
-    with pytest.raises(ScriptInvalid, match="found some in 'average'"):
-        state.join(lambda gradients, loss: True)
 
 
 def test_dead_group_is_not_awaited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -397,19 +377,3 @@ def test_group_without_supervisor_lives_while_it_holds_its_lock(
     assert not has_reached(tmp_path, 1, LIGHTHOUSE)
     assert is_dead(tmp_path, 1)
     os.close(hold_group(tmp_path, 1))
-
-
-def test_newcomer_leaves_if_nobody_has_the_state(tmp_path: Path) -> None:
-    """It would wait for its time limit, and its torchrun can start it again at once."""
-    newcomer = group_of(tmp_path, rejoins=True, _step=-1)
-    vars(newcomer)["_launch"].is_abandoned = lambda: True
-    with pytest.raises(TrainingFailed, match="group 0 cannot rejoin"):
-        newcomer.wait_for_peers()
-
-
-def test_missing_lighthouse_has_a_limit(tmp_path: Path) -> None:
-    """The error says where its log is."""
-    group = group_of(tmp_path, _limit_s=0.1)
-    (tmp_path / "lighthouse.json").unlink()
-    with pytest.raises(TrainingFailed, match=rf"found none after 0 s: its log is in {tmp_path}"):
-        vars(ReplicaGroup)["_await_lighthouse"](group)

@@ -164,15 +164,6 @@ def test_group_that_cannot_start_ends_attempt(groups: Groups) -> None:
     assert groups.ranks.replace_dead() == []
 
 
-def test_lighthouse_that_cannot_start_ends_attempt(groups: Groups) -> None:
-    """A start that fails is tried again, and is then the failure of the attempt."""
-    groups.fails = TrainingFailed("no port left")
-    for _ in range(3):
-        assert groups.ranks.failures() == []
-        assert groups.ranks.restart_lighthouse() == ""
-    assert "no port left" in str(groups.ranks.failures()[0])
-
-
 def test_running_lighthouse_resets_the_count(groups: Groups) -> None:
     """Only consecutive failed starts count. A lighthouse that runs between them resets the count, also one that does not die."""
     for _ in range(2):
@@ -182,14 +173,3 @@ def test_running_lighthouse_resets_the_count(groups: Groups) -> None:
         groups.fails = None
         assert groups.ranks.restart_lighthouse() == "no port left", "a warning says so"
         assert groups.ranks.failures() == []
-
-
-def test_kept_rank_keeps_no_lighthouse(groups: Groups, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel keeps a killed rank. The lighthouse is ended as well."""
-    ended: list[bool] = []
-    kept = SimpleNamespace(signal=lambda number: None, wait_until_gone=lambda within_s: {1: 7})
-    monkeypatch.setattr(groups.ranks, "processes", kept)
-    monkeypatch.setattr(groups.ranks, "lighthouse", SimpleNamespace(end=lambda: ended.append(True)))
-    with pytest.raises(TrainingFailed, match="expected killed ranks to be gone"):
-        groups.ranks.end()
-    assert ended == [True]

@@ -125,9 +125,3 @@ def test_trainer_resumes_exactly_after_kill(lake: Lake, script: str, ranks: int)
     assert (audit.exact, audit.rows_consumed) == (True, 19_877)
     assert [each.outcome for each in recoveries_of(lake.lakehouse, run)] == ["resumed"]
     assert not recoveries_of(lake.lakehouse, alone)
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_example_script_stays_short(script: str) -> None:
-    """An example has at most 60 lines."""
-    assert len((_EXAMPLES / "trainers" / script).read_text().splitlines()) <= 60
