@@ -5,13 +5,11 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from dataclasses import replace
-from itertools import combinations, product
 
 import pytest
 
-from benchmarks.pairs_lab.factors import FACTORS, draw, is_valid, pairs_of, quick_list, reduce, valid_pairs
+from benchmarks.pairs_lab.factors import draw, is_valid, pairs_of, quick_list, valid_pairs
 from benchmarks.paper_parts.divergence import BATCH, Outcome
-from benchmarks.paper_parts.month import DAYS, INTERRUPTIONS, Mode, simulate
 from benchmarks.paper_parts.summary import summarize
 from benchmarks.soak_faults.choosing import KINDS, choose
 from benchmarks.soak_faults.strikes import STRIKES
@@ -24,23 +22,6 @@ def test_all_valid_pairs_are_covered() -> None:
     chosen = draw(3, 100)
     assert all(map(is_valid, [*chosen, *quick_list()]))
     assert set().union(*map(pairs_of, chosen)) == valid_pairs()
-
-
-def test_valid_pairs_are_those_of_all_combinations() -> None:
-    """Pairs that no valid combination has are left out, and no others."""
-    named = ("engine", "ranks", "origin", "then", "extras")  # the other factors at values that exclude nothing
-    rest = {"memory": "on", "source": "counted", "fault": "SIGTERM"}
-    chosen = [dict(zip(named, values, strict=True)) for values in product(*(FACTORS[name] for name in named))]
-    found = {pair for each in chosen if is_valid({**rest, **each}) for pair in combinations(sorted(each.items()), 2)}
-    known = {tuple(sorted(pair)) for pair in valid_pairs() if {pair[0][0], pair[1][0]} <= set(named)}
-    assert known == found
-    assert (("engine", "zero1"), ("ranks", "replicas")) not in known
-
-
-def test_reduction_keeps_the_guilty_pair() -> None:
-    """All values become the simplest ones, except the values that the failure needs."""
-    left = reduce(quick_list()[1], lambda each: (each["engine"], each["memory"]) == ("dcp", "on"))
-    assert {name for name in FACTORS if left[name] != FACTORS[name][0]} == {"engine", "memory"}
 
 
 def test_every_kind_is_chosen() -> None:
@@ -93,12 +74,3 @@ def test_method_is_compared_with_own_calm_training() -> None:
     assert restart.loss_distance == pytest.approx((0.5 / 4 + 0.5 / 3 + 0.5 / 2) / 3)
     assert (ours.reached, restart.reached) == (1, 0)
     assert (restart.worth, restart.computed, restart.repeated, restart.missing) == (25, 1.5, 8, 6)
-
-
-def test_month_loses_what_modes_cost() -> None:
-    """Without restarts and losses only the overhead is lost. A restart costs its seconds times the interruptions."""
-    free = Mode(name="", about="", restart_s=0.0, at_risk_s=0.0, overhead=0.02)
-    assert simulate(free, start_s=0).mean == pytest.approx(0.98)
-    slow = simulate(replace(free, overhead=0.0), start_s=600)
-    assert slow.mean == pytest.approx(1 - INTERRUPTIONS * 600 / (DAYS * 86_400), rel=0.01)
-    assert slow.low < slow.mean < slow.high

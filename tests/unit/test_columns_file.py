@@ -15,7 +15,6 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pyarrow import orc
 from pyiceberg.io.pyarrow import schema_to_pyarrow
 from pyiceberg.schema import Schema
 from pyiceberg.table.name_mapping import NameMapping
@@ -39,7 +38,6 @@ from pyiceberg.types import (
 )
 
 from dlac_pipeline.lakehouse.errors import NoSuchColumn, UnsupportedColumn
-from dlac_pipeline.lakehouse.files.open_file import open_file
 from dlac_pipeline.lakehouse.files.parquet import ParquetFooter
 from dlac_pipeline.lakehouse.iceberg.columns import FileColumns, arrow_type, concat_chunks
 
@@ -208,14 +206,6 @@ def test_nested_columns_are_read_by_name() -> None:
     ]
 
 
-def test_timestamps_that_overflow_are_refused() -> None:
-    """Microseconds of the year 9999 do not fit a column of nanoseconds, and are not wrapped to another year."""
-    schema = Schema(optional(1, "t", TimestampNanoType()))
-    far = pa.table({"t": pa.array([dt.datetime(9999, 12, 31)], pa.timestamp("us"))})
-    with pytest.raises(UnsupportedColumn, match="out of bounds timestamp"):
-        read(parquet(far), schema)
-
-
 def test_statistics_have_table_types() -> None:
     """Bounds of widened and renamed columns are values of the table's type. An absent or nested column has no bounds."""
     new = Schema(
@@ -263,24 +253,3 @@ def test_values_beyond_32_bit_offsets() -> None:
     assert columns.align(pa.table({"s": one}), 1)["s"].num_chunks == 1
     with pytest.raises(UnsupportedColumn, match="column 's' as string, found large_string"):
         columns.align(pa.table({"s": longest}), 1)
-
-
-def test_unread_timestamps_may_be_any() -> None:
-    """A file of several stripes opens with a timestamp before 1678, and its other columns are read."""
-    early = pa.array([dt.datetime(1, 1, 1)] * 6, pa.timestamp("us"))
-    rows, sink = pa.table({"at": early, "name": list("abcdef")}), io.BytesIO()
-    with orc.ORCWriter(sink, stripe_size=1, batch_size=2) as writer:
-        for start in range(0, 6, 2):
-            writer.write(rows.slice(start, 2))
-    opened = open_file("f.orc", pa.BufferReader(sink.getvalue()), ())
-    assert list(opened.footer.rows) == [2, 2, 2]
-    assert opened.read_all(["name"])["name"].to_pylist() == list("abcdef")
-
-
-def test_equal_values_have_their_width() -> None:
-    """A stripe of equal numbers, which takes a few bytes in the file, counts as large as it is in memory."""
-    sink = io.BytesIO()
-    orc.write_table(pa.table({"n": pa.array([7] * 10_000, pa.int64())}), sink, compression="zstd")
-    opened = open_file("f.orc", pa.BufferReader(sink.getvalue()), ())
-    assert len(sink.getvalue()) < 1_000
-    assert opened.footer.bytes_of(0) == 80_000

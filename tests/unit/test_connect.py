@@ -128,20 +128,3 @@ def test_lock_wait_is_reported(
     release.join()
     assert len(caplog.messages) == 1
     assert "found it locked for 0 s; waiting for at most 5 s" in caplog.text
-
-
-def test_deadlock_is_not_waited_for(
-    reporting_connection: sqlite_locks.ReportingConnection, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """SQLite refuses one of two transactions that wait for each other at once. A retry of its statement could not succeed."""
-    with closing(sqlite3.connect(tmp_path / "catalog.db", isolation_level=None)) as other:
-        other.execute("BEGIN IMMEDIATE")
-        reporting_connection.execute("BEGIN")
-        reporting_connection.execute("SELECT * FROM t").fetchall()
-        other.execute("INSERT INTO t VALUES (1)")
-        other.execute("PRAGMA busy_timeout = 0")
-        with pytest.raises(sqlite3.OperationalError, match="locked"):
-            other.execute("COMMIT")  # it waits for the reader
-        with pytest.raises(sqlite3.OperationalError, match="locked"):
-            reporting_connection.execute("INSERT INTO t VALUES (2)")
-    assert not caplog.messages

@@ -335,16 +335,6 @@ def test_adopted_optimizers_keep_their_states(tmp_path: Path) -> None:
     assert again.state() == first.state()
 
 
-def test_save_makes_no_step(tmp_path: Path) -> None:
-    """Optimizers without a state keep none: torch's own functions make a step to fill it."""
-    trained = Trained("unused", OPTIMIZERS["adamw"], seed=1)
-    trained.engine("dcp").save(tmp_path, Direct().write)
-    assert not trained.optimizers[0].state
-    again = Trained("unused", OPTIMIZERS["adamw"], seed=2)
-    again.engine("dcp").load(tmp_path, saved_world_size=1)
-    assert not again.optimizers[0].state
-
-
 def test_parameter_of_no_model_is_refused() -> None:
     """An optimizer made before the model was sharded would never train it. States of one parameter would have one name."""
     layer = nn.Linear(4, 4)

@@ -245,15 +245,6 @@ def test_other_sql_is_refused(text: str, part: str) -> None:
         parse_filter(text, SCHEMA)
 
 
-@pytest.mark.parametrize(
-    "name", ["date", "timestamp", "order", "end", "case", "select", "cast", "any", "escape", "a$b"]
-)
-def test_words_of_sql_name_columns(name: str) -> None:
-    """A column may have the name of a keyword that filters have no use for."""
-    schema = Schema(*optional_fields({name: LongType()}))
-    assert parse_filter(f"{name} = 1 and not {name} in (2, 3)", schema).columns == [name]
-
-
 def test_long_filters_bind() -> None:
     """Lists and chains of thousands of parts are read, and stay flat."""
     listed = parse_filter(f"n in ({', '.join(map(str, range(10_000)))})", SCHEMA)
@@ -280,16 +271,6 @@ def test_unknown_columns_are_named(text: str, advice: str) -> None:
     with pytest.raises(NoSuchColumn, match=r"expected one of the columns .* 'st', 'st.b', 'st.c.d', 'list'") as caught:
         parse_filter(text, SCHEMA)
     assert str(caught.value).endswith(f": {advice}")
-
-
-@pytest.mark.parametrize("text", ["list.element = 1", "list.item is null", "list.element.b = 1"])
-def test_list_items_are_not_named(text: str) -> None:
-    """A filter cannot look into a list. The error lists the column alone, and the tests that the column supports."""
-    with pytest.raises(NoSuchColumn, match=r"found 'list[.].*the list 'list'; write list IS NULL") as caught:
-        parse_filter(text, SCHEMA)
-    listed, _, _ = str(caught.value).partition("in filter")
-    assert "'list'" in listed
-    assert "element" not in listed
 
 
 def test_truncated_extremes_are_kept() -> None:

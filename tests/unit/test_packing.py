@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlac_pipeline.lakehouse.errors import CursorMismatch, SpecInvalid
+from dlac_pipeline.lakehouse.errors import CursorMismatch
 from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.read.documents import Documents, Samples, documents_of, source_rows
 from dlac_pipeline.read.line import BlockAdvance, merge
@@ -328,9 +328,3 @@ def test_failed_block_is_not_end() -> None:
         with pytest.raises(OSError, match="gone"):
             take(packer, 2)
     assert packer.cursor == BEGINNING
-
-
-def test_empty_sequence_is_refused() -> None:
-    """T = 0 is refused."""
-    with pytest.raises(SpecInvalid, match="found length 0"):
-        Packer(iter(()), length=0)

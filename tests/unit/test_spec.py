@@ -5,11 +5,10 @@ from typing import Any
 
 import pytest
 import yaml
-from pydantic import BaseModel
 
 from dlac_pipeline import training_run
 from dlac_pipeline.lakehouse.errors import SpecInvalid
-from dlac_pipeline.spec.job_spec import JobSpec, full_spec, parse_recorded, parse_spec, read_spec
+from dlac_pipeline.spec.job_spec import JobSpec, parse_spec, read_spec
 from dlac_pipeline.spec.launch_spec import READER_VARIABLE
 
 GOOD: dict[str, Any] = {
@@ -89,17 +88,6 @@ def test_blank_filters_are_refused(setting: str, where: str, blank: str) -> None
     assert spec.source.planned_filter == ""
 
 
-def test_every_field_is_described() -> None:
-    """Each setting has the description that the documentation and Dagster show."""
-    pending: list[type[BaseModel]] = [full_spec()]
-    while pending:
-        model = pending.pop()
-        for name, field in model.model_fields.items():
-            assert field.description, f"{model.__name__}.{name}"
-            if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-                pending.append(field.annotation)
-
-
 @pytest.mark.parametrize(
     ("values", "steps"),
     [
@@ -115,21 +103,6 @@ def test_seconds_replace_steps(values: dict[str, Any], steps: int | None) -> Non
     spec = parse_spec(with_values("checkpoint", **values), origin="here")
     assert spec.checkpoint.steps_between == steps
     assert JobSpec.model_validate_json(spec.model_dump_json()) == spec
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        ("job.ini", "", r"expected a \.toml, \.yaml or \.yml file"),
-        ("job.toml", "run = ", r"cannot read the job spec"),
-        ("job.yaml", "- a\n- b\n", r"expected a table of settings .* found list"),
-    ],
-)
-def test_unreadable_file_is_clear_error(tmp_path: Path, name: str, text: str, message: str) -> None:
-    """A file without a spec is refused by name."""
-    (tmp_path / name).write_text(text)
-    with pytest.raises(SpecInvalid, match=message):
-        read_spec(tmp_path / name)
 
 
 def test_home_fills_only_empty_settings(tmp_path: Path) -> None:
@@ -162,13 +135,6 @@ def test_misfit_ranks_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.Mo
         with pytest.raises(SpecInvalid) as caught, training_run(tmp_path / "job.yaml"):
             pass
         assert str(caught.value) == f"the job spec under WORLD_SIZE={world_size} is not a valid job spec:\n  {message}"
-
-
-@pytest.mark.parametrize("raw", [None, 3, [], "x", {}, {"source": 1, "mixture": 3}])
-def test_damaged_record_is_refused(raw: object) -> None:
-    """A recorded spec of another type is named, as one in a launch folder that was damaged."""
-    with pytest.raises(SpecInvalid, match=r"the record"):
-        parse_recorded(raw, origin="the record")
 
 
 @pytest.mark.parametrize(

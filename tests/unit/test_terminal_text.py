@@ -38,12 +38,6 @@ def test_only_text_remains(text: str) -> None:
     assert not any(ord(each) < 32 or 127 <= ord(each) < 160 for each in shown if each not in "\n\t")
 
 
-@pytest.mark.parametrize("text", ["plain", "é ü 漢字 नमस्ते", "a\nb\tc", "👩\u200d💻", "[/b] C:\\x"])
-def test_written_text_stays(text: str) -> None:
-    """Letters of any script, line breaks and joiners stay."""
-    assert terminal_text(text) == text
-
-
 @pytest.mark.parametrize("hostile", HOSTILE)
 def test_tables_obey_nothing(hostile: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Codes in names and values have no effect in narrow and wide tables and in plain lines."""
@@ -60,15 +54,6 @@ def test_tables_obey_nothing(hostile: str, monkeypatch: pytest.MonkeyPatch) -> N
     console.print(table)
     assert is_safe(out.getvalue())
     assert "\x1b" not in out.getvalue()
-
-
-def test_terminal_keeps_colours() -> None:
-    """Codes of the console itself take effect."""
-    out = io.StringIO()
-    console = shared.SafeConsole(file=out, force_terminal=True, color_system="standard")
-    console.print(Text("error", "red"), Text("\x1b[2J"))
-    assert "\x1b[31merror" in out.getvalue()
-    assert "\x1b[2J" not in out.getvalue()
 
 
 @pytest.mark.parametrize("hostile", HOSTILE[:-1])
@@ -112,16 +97,6 @@ def test_tables_fit_every_width(width: int, monkeypatch: pytest.MonkeyPatch) -> 
     joined = "".join("".join(line.split()) for line in screen.lines())
     assert all("".join(value.split()) in joined for row in ROWS for value in row)
     assert "tags" not in joined
-
-
-def test_wide_tables_have_row_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Output to a pipe is neither folded nor cut: a header, and a line for each row."""
-    screen = Screen(monkeypatch, shared.WIDE)
-    shared.show_table(NAMES, ROWS, right=("step",), empty="none")
-    lines = screen.lines()
-    assert len(lines) == 3
-    assert [line.split()[-1] for line in lines[1:]] == [ROWS[0][4], ROWS[1][3]]
-    assert lines[1].index("5") == lines[2].index("12,345") + 5
 
 
 def text_of(event: dict[str, Any]) -> str:
@@ -174,14 +149,6 @@ def test_failure_shows_traceback() -> None:
     assert "ValueError: [/b]" in text_of({**event, "log": "/log", "log_tail": "noise", "traceback": trace})
     assert "rank 0 died\n/log\nnoise\n" in text_of({**event, "log": "/log", "log_tail": "noise", "traceback": ""})
     assert "rank 0 died" in text_of(event)
-
-
-def test_verification_has_bar() -> None:
-    """The bar shows how much of a large checkpoint is verified."""
-    assert "verifying the checkpoint of step 40 (MB) " in text_of(
-        {"event": "verifying", "step": 40, "bytes": 3 * 10**9, "of": 12 * 10**9}
-    )
-    assert "3000/12000" in text_of({"event": "verifying", "step": 40, "bytes": 3 * 10**9, "of": 12 * 10**9})
 
 
 @pytest.mark.parametrize(

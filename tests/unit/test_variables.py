@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -31,23 +30,6 @@ def test_ignored_variable_is_named(name: str, advice: str, caplog: pytest.LogCap
     assert advice in message
 
 
-def test_ignored_option_variable_is_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """A warning names a PET_ variable that torchrun ignores. Others count."""
-    monkeypatch.setenv("PET_NPROC_PER_NOD", "8")
-    monkeypatch.setenv("PET_MAX_RESTARTS", "2")
-    found = launch_settings([], os.environ, LaunchSpec(script="x.py"), "r")
-    assert found == {"max_restarts": 2}
-    assert "did you mean 'PET_NPROC_PER_NODE'" in caplog.text
-
-
-@pytest.mark.parametrize("value", ["many", "-1", "1.5", ""])
-@pytest.mark.parametrize("name", ["MAX_WORKERS", "MANIFEST_CACHE_SIZE", "LEGACY_CURRENT_SNAPSHOT_ID"])
-def test_unreadable_value_is_refused(name: str, value: str) -> None:
-    """PyIceberg raises for such values at its import, or in the middle of a command."""
-    with pytest.raises(SpecInvalid, match=f"PYICEBERG_{name}, found '{value}'"):
-        check_pyiceberg({f"PYICEBERG_{name}": value})
-
-
 @pytest.mark.parametrize("name", ["s3.endpont", "S3.ENDPOINT", "s3_endpoint", "s3.access-key", "warehose"])
 def test_misspelled_property_is_refused(name: str) -> None:
     """PyIceberg ignores it. Properties of another family, or unlike all of PyIceberg's, pass."""
@@ -57,7 +39,6 @@ def test_misspelled_property_is_refused(name: str) -> None:
 
 
 LAUNCH = LaunchSpec(script="train.py")
-SEVERAL = LaunchSpec(script="train.py", nodes="2:4", rendezvous="node-1:29400")
 
 
 def settings(*options: str, launch: LaunchSpec = LAUNCH, **variables: str) -> dict[str, Any]:
@@ -93,12 +74,6 @@ def test_options_outweigh_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PET_NPROC_PER_NODE", "4")
     assert settings(PET_NNODES="3", PET_NPROC_PER_NODE="4") == {"nodes": "3", "nproc_per_node": 4}
     assert settings("--nnodes", "2", PET_NNODES="3", PET_NPROC_PER_NODE="4")["nodes"] == "2"
-
-
-def test_ranks_per_node_follow_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job of several nodes keeps its nodes if only the number of ranks is given."""
-    assert settings("--nproc-per-node", "2", launch=SEVERAL) == {"nproc_per_node": 2}
-    assert settings("--nnodes", "1", "--nproc-per-node", "2", launch=SEVERAL) == {"nodes": "", "world_size": 2}
 
 
 @pytest.mark.parametrize(
