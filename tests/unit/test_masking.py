@@ -105,21 +105,13 @@ def test_passwords_of_addresses_are_masked(secret: str, user: str, scheme: str) 
     "text",
     [
         f"https://me:a@{SECRET}@h/x",
-        f"https://me:a/{SECRET}@h/x",
-        f"?key={SECRET}&b=1",
-        f"password: {SECRET}",
         f"AWS_SECRET_ACCESS_KEY={SECRET}/{SECRET}",
         f"postgres://u:pa {SECRET}@h/d",
-        f"https://{SECRET}{SECRET}@github.com/x",
-        f"Authorization: Bearer {SECRET}",
         f"?api%255Fkey={SECRET}",
         f"AccountName=x;AccountKey={SECRET}==;EndpointSuffix=core",
-        f"password=ab,c;'d{SECRET}",
         f'{{"password": "a\\"{SECRET}"}}',
-        f"password='{SECRET}",
         f"me:{SECRET}@10.0.0.1/x",
         "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiJ" + SECRET + ".sig",
-        f"hf_{SECRET}{SECRET}",
         f"-----BEGIN RSA PRIVATE KEY-----\n{SECRET}\n-----END RSA PRIVATE KEY-----",
     ],
 )
@@ -133,9 +125,7 @@ def test_odd_secrets_are_masked(text: str) -> None:
     [
         "expected host:port at 10.0.0.1:80, found 'x'",
         "sequences.begin_token: Input should be a valid string",
-        "s3.secret-access-key: Input should be a valid string",
         "git@github.com:x/y",
-        "ns.table:rows@5",
         "https://x-access-token:***@github.com/x",
     ],
 )
@@ -164,19 +154,11 @@ def test_settings_are_masked_by_name() -> None:
 NUMBER = 8675309
 BAD_SPECS: list[dict[Any, Any]] = [
     raw_spec(lakehouse={"password": SECRET}),
-    raw_spec(lakehouse={"password": NUMBER}),
     raw_spec(lakehouse={"properties": {"s3.secret-access-key": NUMBER}}),
-    raw_spec(lakehouse={"properties": {NUMBER: SECRET}}),
     raw_spec(lakehouse={"properties": SECRET}),
-    raw_spec(lakehouse={"type": f"https://me:{SECRET}@h"}),
-    raw_spec(launch={"env": {NUMBER: SECRET}}),
-    raw_spec(launch={"termination_headers": {"Authorization": NUMBER}}),
     raw_spec(launch={"termination_url": f"ftp://me:{SECRET}@h"}),
-    raw_spec(launch={"rendezvous": f"http://me:{SECRET}@h"}),
-    raw_spec(params={"token": NUMBER}),
     {**raw_spec(), "password": SECRET},
     raw_spec() | cast(Any, {NUMBER: SECRET}),
-    {**raw_spec(), "lakehouse": SECRET},
 ]
 
 
@@ -262,12 +244,9 @@ def test_variables_of_other_threads_do_no_harm(monkeypatch: pytest.MonkeyPatch) 
     ("code", "is_secret"),
     [
         ('self.client = Client(token = os.environ["TOKEN"])', False),
-        ("headers = dict(Authorization=f'Bearer {self.api_token}')", False),
         ('url = f"https://me:{password}@host/x?sig={signature}"', False),
-        ("return x[1:w@v]", False),
         (f'login(password="{SECRET}")', True),
         (f'url = f"https://me:{SECRET}@{{host}}"', True),
-        (f"{{'api_key': '{SECRET}'}}", True),
     ],
 )
 def test_literals_in_traceback_are_masked(code: str, is_secret: bool) -> None:

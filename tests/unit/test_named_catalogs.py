@@ -75,8 +75,6 @@ def test_unknown_name_is_refused(places: Path) -> None:
     ("text", "message"),
     [
         ("catalog:\n  prod:\n    uri: sqlite:///:memory:\n", "correct"),
-        ("catalog: [\n", "correct"),
-        ("catalog: prod\n", "correct"),
         ('catalog:\n  prod:\n    type: in-memory\n    uri: "sqlite:///:memory:"\n', "in-memory"),
     ],
 )

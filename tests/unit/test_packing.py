@@ -290,9 +290,7 @@ def blocks(given: Blocks, start: Cursor = BEGINNING) -> Iterator[tuple[int, int,
     ("start", "found"),
     [
         (Cursor(0, 0, 3, 2), "0 items of the row at position None"),
-        (Cursor(0, 0, 1, 4), "4 items of the row at position 1"),
         (Cursor(0, 0, 0, 1), "4 items of the row at position 1"),
-        (Cursor(0, 5, 1, 2), "block 6 of pass 0"),
     ],
 )
 def test_contradicting_cursor_is_refused(start: Cursor, found: str) -> None:

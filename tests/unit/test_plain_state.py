@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,10 +43,7 @@ def save_and_load(state: Any, folder: Path) -> Any:
 NUMBERS: list[Any] = [
     np.float64(0.1),
     np.float64("nan"),
-    np.float32(0.1),
-    np.uint64(2**64 - 1),
     np.bool_(True),
-    np.complex128(1 + 2j),
     np.bytes_(b"\xff"),
 ]
 
@@ -85,14 +82,10 @@ def test_plain_state_is_unchanged() -> None:
 
 REFUSED: list[tuple[Any, str, str]] = [
     (np.zeros(2), r"numpy\.ndarray", "_reconstruct"),
-    (np.longdouble(1), r"numpy\.longdouble", "scalar"),
-    (defaultdict(int, a=1), r"collections\.defaultdict", r"collections\.defaultdict"),
     (Pair(1, 2), r".*\.Pair", r"\.Pair"),
     (Kind.WARM, r".*\.Kind", r"\.Kind"),
     (Strange(), r".*\.Strange", r"\.Strange"),
-    (Counter({np.int64(3): 1}), r"collections\.Counter", "scalar"),
     (lambda step: step, r"builtins\.function", "pickle"),
-    (2**9000, r"builtins\.int", "operand"),
 ]
 
 

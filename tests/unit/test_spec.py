@@ -28,7 +28,6 @@ def with_values(section: str, **values: Any) -> dict[str, Any]:
     ("raw", "message"),
     [
         ({**GOOD, "run": "../up"}, r"run: .*'\.\./up'"),
-        ({**GOOD, "hue": "red"}, r"hue: unknown field, expected one of \['run', .*'red'"),
         (
             with_values("order", batchsize=1),
             r"order\.batchsize: unknown field, did you mean 'batch_size'\? \(found 1\)",
@@ -41,27 +40,10 @@ def with_values(section: str, **values: Any) -> dict[str, Any]:
             with_values("launch", world_size=6, env={READER_VARIABLE: "4"}),
             r"batch_size 32 is not a multiple of world_size 6 / 4 processes per reader",
         ),
-        (
-            with_values("launch", env={READER_VARIABLE: "two"}),
-            r"a number above 0 as DLAC_PROCESSES_PER_READER, found 'two'",
-        ),
-        (with_values("source", columns=[]), r"source\.columns: .*\[\]"),
-        (with_values("source", columns=["x", "x"]), r"source\.columns: .*\['x', 'x'\]"),
-        (with_values("launch", termination_url="metadata/gone"), r"launch\.termination_url: .*'metadata/gone'"),
         (with_values("source", version="b", follow="appends"), r"source: expected a source that follows .*'b'"),
-        (with_values("source", version=1.5), r"source\.version: expected a name, or a number from .*, found 1\.5"),
-        (with_values("source", format="delta", version="b"), r"source: expected the number of a version .*, found 'b'"),
-        (
-            with_values("sequences", end_token=True),
-            r"sequences\.end_token: expected a name, or a number .*, found True",
-        ),
         (
             with_values("sequences", end_token=-1),
             r"sequences\.end_token: expected a name, or a number from 0 .*found -1",
-        ),
-        (
-            with_values("source", format="dleta", table="/data/x"),
-            r"source\.format: expected an installed source format .*'dleta': did you mean 'delta'\? .*hudi, iceberg$",
         ),
         ({"run": "r1"}, r"(?s)source: .*order: .*launch: "),
     ],
@@ -140,13 +122,9 @@ def test_misfit_ranks_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("section", "values"),
     [
-        ("sequences", {"tokenizer": "a\0b"}),
         ("checkpoint", {"store_properties": {"a": "b\0"}}),
         ("launch", {"script": "x.py", "args": ["\0"]}),
-        ("cluster", {"pod": {"a": [{"b\0": 1}]}}),
         ("source", {"table": "s.t", "columns": ["x"], "name": " "}),
-        ("listeners", {"prometheus": {"host": "\t"}}),
-        ("listeners", {"mine": "x"}),
     ],
 )
 def test_text_without_meaning_is_refused(section: str, values: dict[str, Any]) -> None:

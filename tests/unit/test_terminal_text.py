@@ -115,23 +115,11 @@ def text_of(event: dict[str, Any]) -> str:
             {"event": "failure", "attempt": 1, "step": 4, "cause": "KeyError: '[/a]'", "log": "/logs/[red]\\"},
             "failure of attempt 1 at step 4: KeyError: '[/a]'\n/logs/[red]\\\n",
         ),
-        ({"event": "interval", "step": 4, "interval_s": 31.25, "why": "[/a]"}, "every 31 s of training: [/a]\n"),
-        ({"event": "preempted", "step": 4, "message": "asked to exit"}, "preempted: asked to exit\n"),
         ({"event": "warning", "message": "[/a] :x: [bold]"}, "warning [/a] :x: [bold]\n"),
         (
             {"event": "recovered", "total_s": 240.0, "down_s": 231.0, "resumed_from": "[/c]", "rows_replayed": 0},
             "down 3 min 51 s until an operator started it again, recovered in 9 s from [/c]; 0 rows replayed\n",
         ),
-        (
-            {"event": "recovered", "total_s": 1.25, "resumed_step": 53, "from_memory": True, "rows_replayed": 1},
-            "recovered in 1.2 s from memory of step 53; 1 row replayed\n",
-        ),
-        ({"event": "attempt", "attempt": 5, "step": 1_234}, "attempt 5 resumes after step 1,234\n"),
-        (
-            {"event": "checkpoint", "checkpoint_id": "c", "step": 10, "rows": 1, "bytes": 19_314, "duration_s": 0.42},
-            "checkpoint c step 10, 1 row, 19.3 kB in 0.4 s\n",
-        ),
-        ({"event": "left", "step": 7, "total_steps": None}, "the script ended at step 7, after a checkpoint"),
     ],
 )
 def test_markup_is_shown_literally(event: dict[str, Any], expected: str) -> None:

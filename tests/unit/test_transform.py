@@ -60,12 +60,8 @@ def test_function_is_bound_by_its_source(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("no_colon", "found 'no_colon'"),
-        ("{tmp}/missing.py:f", "expected the transform's file"),
         ("{tmp}/raises.py:f", "ZeroDivisionError"),
         ("{tmp}/a.py:f", "expected a function 'f' in '.*a.py', found None"),
-        ("no_such_module_here:f", "ModuleNotFoundError"),
-        ("math:pi", "expected a function 'pi'"),
         ("sys:intern", "expected the source file"),
     ],
 )
@@ -142,10 +138,7 @@ def centred(batch: pa.RecordBatch) -> pa.RecordBatch:
         (raises_for_two, "ValueError: too many for 2 rows together and for no part of them"),
         (centred, "other results for two halves"),
         (lambda batch: batch.slice(1).drop_columns([ROW]), "return 4 rows for 4, or their 'dlac_row', found 3 rows"),
-        (lambda batch: None, "pyarrow.RecordBatch, found <class 'NoneType'>"),
         (lambda batch: batch.take(pa.array([1, 0])), r"non-decreasing order within 0..3, found \[1, 0\]"),
-        (lambda batch: batch.set_column(1, ROW, pa.array([0.0] * 4)), "as integers, found double"),
-        (lambda batch: batch.set_column(1, ROW, pa.array([0, 1, None, 2])), "1 nulls"),
     ],
 )
 @pytest.mark.parametrize("reject", ["fail", "quarantine"])
@@ -172,11 +165,8 @@ def returned(column: pa.Array) -> Any:
     ("column", "dtype"),
     [
         (_VECTORS.slice(1, 2), np.int16),
-        (_PLANES.slice(2), np.float32),
         (pa.array([[[1], [2]], [[3], [4]]], pa.list_(pa.large_list(pa.uint8()))).slice(1), np.uint8),
-        (pa.array([[True, False], [False, True]], pa.list_(pa.bool_(), 2)).slice(1), np.bool_),
         (pa.array([[[], []], [[], []]], pa.list_(pa.list_(pa.int32()))), np.int32),
-        (pa.array([[b"ab"], [b"cd"]], pa.list_(pa.binary(2), 1)).slice(1), np.uint8),
         (pa.array([7, 8]).dictionary_encode(), np.int64),
     ],
 )
@@ -192,10 +182,8 @@ def test_lists_become_dimensions(column: pa.Array, dtype: type) -> None:
     ("column", "message"),
     [
         (pa.array([{"a": 1}] * 2), "values of type struct"),
-        (pa.array([1, None]), "1 nulls in it"),
         (pa.array([[[1, 2]], [None]], pa.list_(pa.list_(pa.int32(), 2), 1)), "1 nulls in it"),
         (pa.array([[1], [2, 3]]), "lists of 1 to 2 items"),
-        (pa.nulls(2), "2 nulls in it"),
     ],
 )
 def test_unfit_result_is_named(column: pa.Array, message: str) -> None:
@@ -269,7 +257,6 @@ def test_lists_of_any_integers_are_tokens(kind: pa.DataType, chunked: bool) -> N
     [
         (pa.array([[1], None]), UnsupportedColumn, "no nulls in column 't', found 1"),
         (pa.array([[1], [None]]), UnsupportedColumn, "no nulls inside the lists of column 't', found 1"),
-        (pa.array([[1.5], [2.5]]), UnsupportedColumn, "lists of integers, found list<"),
         (pa.array(["a", "b"]), SpecInvalid, "expected a tokenizer for column 't'"),
     ],
 )
