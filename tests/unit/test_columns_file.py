@@ -193,15 +193,6 @@ def projected(row: dict[str, Any] | None) -> dict[str, Any] | None:
     return None if row is None else {"new": "d", "y": row["x"]}
 
 
-def test_nested_columns_are_read_by_name() -> None:
-    """The fields of a struct are matched by name in a file without ids."""
-    schema = Schema(optional(1, "s", StructType(optional(2, "b", LongType()), optional(3, "c", LongType()))))
-    assert read(parquet(pa.table({"s": [{"a": 1, "b": 2}, None]})), schema)["s"].to_pylist() == [
-        {"b": 2, "c": None},
-        None,
-    ]
-
-
 def test_statistics_have_table_types() -> None:
     """Bounds of widened and renamed columns are values of the table's type. An absent or nested column has no bounds."""
     new = Schema(

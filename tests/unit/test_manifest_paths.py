@@ -110,22 +110,10 @@ def test_tag_elsewhere_is_refused(tmp_path: Path, tag: str, latest: bool) -> Non
         foreign_checkpoint(tmp_path / "mine", tag=None if latest else tag)
 
 
-def put_loop(path: Path) -> None:
-    """Make two links that lead to each other."""
-    path.symlink_to(path.with_name("other"))
-    path.with_name("other").symlink_to(path)
-
-
-def put_file_above(path: Path) -> None:
-    """Make a file in place of the folder above."""
-    path.parent.rmdir()
-    path.parent.touch()
-
-
 @pytest.mark.parametrize(
     "put",
-    [Path.mkdir, put_loop, lambda path: path.symlink_to("x" * 300), os.mkfifo, put_file_above],
-    ids=["folder", "loop", "long link", "pipe", "file above"],
+    [Path.mkdir, lambda path: path.symlink_to("x" * 300), os.mkfifo],
+    ids=["folder", "long link", "pipe"],
 )
 def test_no_file_is_damage(tmp_path: Path, put: Callable[[Path], None]) -> None:
     """Something else in place of a checkpoint's file is damage at once, no outage that is waited for."""

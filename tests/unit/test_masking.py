@@ -36,18 +36,7 @@ NAMES = [
 ]
 HARMLESS = [
     *("begin_token", "end_token", "pad_token", "tokens", "tokenizer", "n_tokens", "key_groups", "keys", "compass"),
-    *(
-        "passes",
-        "author",
-        "design",
-        "pin",
-        "assign",
-        "s3.endpoint",
-        "secretName",
-        "password_file",
-        "steps",
-        "namespace",
-    ),
+    *("author", "design", "pin", "s3.endpoint", "secretName", "password_file", "namespace"),
 ]
 USABLE = st.text(st.characters(codec="ascii", categories=("L", "N")), min_size=8, max_size=30).map("Zq9".__add__)
 URL_SECRETS = st.text(min_size=1, max_size=30).map(lambda text: "Zq9" + quote(text, safe=""))

@@ -30,8 +30,6 @@ from tests.memory_states import OWN, fresh_start, keep, part_of, spec_of
 from tests.resume_points import memory_point
 
 SYNC = StepSync(step=1, losses=[0.5], memory_copied=True)
-STATE_BYTES = 4_000
-"""Bytes that a state of a rank is expected to take."""
 
 
 class Rank:
@@ -247,22 +245,6 @@ def test_fetched_state_is_freed(memory: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(states, "room_for_states", lambda memory: -1)
     Rank(memory, loaded=loaded)
     assert states.read_parts(folder) == []
-
-
-def test_only_the_loaded_state_stays(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its memory counts as free for new states, because it is removed after the first of them."""
-    folder = states.memory_folder(spec_of(memory))
-    assert folder is not None
-    for slot in ("0-000002-b", "1-000002-b"):
-        (folder / "000002-b" / slot).mkdir(parents=True)
-        (folder / "000002-b" / slot / "state.pt").write_bytes(bytes(3_000))
-    loaded = states.MemoryState(folder / "000002-b" / "1-000002-b", ())
-    needed = 2 * STATE_BYTES - 3_000
-    monkeypatch.setattr(states, "room_for_states", lambda memory: needed)
-    assert Rank(memory, point=memory_point(), loaded=loaded).saves.is_due(1)
-    assert [each.name for each in (folder / "000002-b").iterdir()] == ["1-000002-b"]
-    monkeypatch.setattr(states, "room_for_states", lambda memory: needed - 1)
-    assert not Rank(memory, point=memory_point(), loaded=loaded).saves.is_due(1)
 
 
 @pytest.mark.parametrize(

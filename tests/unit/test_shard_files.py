@@ -133,13 +133,3 @@ def test_shared_memory_is_stored_once(tmp_path: Path) -> None:
         model.register_buffer(name, view)
     DistributedState(model=model).save(tmp_path, Direct().write)
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 610_000
-
-
-@pytest.mark.parametrize("length", [0, 4, 100])
-def test_truncated_tensors_are_refused(tmp_path: Path, length: int) -> None:
-    """A file that passed no digest ends in an error of DLAC, which names the folder."""
-    DistributedState(model=nn.Linear(3, 1)).save(tmp_path, Direct().write)
-    with (tmp_path / TENSORS).open("r+b") as stream:
-        stream.truncate(length)
-    with pytest.raises(CheckpointError, match=str(tmp_path)):
-        DistributedState(model=nn.Linear(3, 1)).load(tmp_path, saved_world_size=1)

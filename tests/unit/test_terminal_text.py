@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import sys
-from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dlac_pipeline.audit.wording import format_age, format_ago, format_duration
 from dlac_pipeline.cli import main, shared
 from dlac_pipeline.cli.display import TrainingDisplay
 from dlac_pipeline.cli.shared import show_facts, show_rows, terminal_text
@@ -76,25 +74,14 @@ ROWS = [
 ]
 
 
-class Screen:
-    """The output in a terminal of some width."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
-        self._file = io.StringIO()
-        monkeypatch.setattr(shared, "OUT", shared.SafeConsole(file=self._file, width=width))
-
-    def lines(self) -> list[str]:
-        """Return the lines shown, without blanks at their ends."""
-        return [line.rstrip() for line in self._file.getvalue().splitlines()]
-
-
 @pytest.mark.parametrize("width", [32, 60, 120, 400])
 def test_tables_fit_every_width(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """No line is wider than the terminal, every value is complete, and empty columns are left out."""
-    screen = Screen(monkeypatch, width)
+    out = io.StringIO()
+    monkeypatch.setattr(shared, "OUT", shared.SafeConsole(file=out, width=width))
     shared.show_table(NAMES, ROWS, right=("step",), empty="none")
-    assert max(map(len, screen.lines())) <= width
-    joined = "".join("".join(line.split()) for line in screen.lines())
+    assert max(len(line.rstrip()) for line in out.getvalue().splitlines()) <= width
+    joined = "".join(out.getvalue().split())
     assert all("".join(value.split()) in joined for row in ROWS for value in row)
     assert "tags" not in joined
 
@@ -137,20 +124,3 @@ def test_failure_shows_traceback() -> None:
     assert "ValueError: [/b]" in text_of({**event, "log": "/log", "log_tail": "noise", "traceback": trace})
     assert "rank 0 died\n/log\nnoise\n" in text_of({**event, "log": "/log", "log_tail": "noise", "traceback": ""})
     assert "rank 0 died" in text_of(event)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "duration", "ago"),
-    [
-        (0.02, "0.02 s", "now"),
-        (59.7, "1 min", "59 s ago"),
-        (86_399.9, "1 d", "23 h 59 min ago"),
-        (-3600, "-1 h", "in 1 h"),
-    ],
-)
-def test_durations_have_two_units(seconds: float, duration: str, ago: str) -> None:
-    """A duration has its two largest units, without a zero: no `0 h 10 min`, and no 60 s. An age has whole units."""
-    assert (format_duration(seconds), format_ago(seconds)) == (duration, ago)
-    moment = datetime(2026, 11, 23, tzinfo=UTC)
-    assert format_age(moment, now=(moment + timedelta(seconds=seconds)).timestamp()) == ago
-    assert format_age(None) == ""

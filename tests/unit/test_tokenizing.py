@@ -84,13 +84,8 @@ def test_no_token_is_lost_or_added(tmp_path: Path, path: Path) -> None:
 def pretend(monkeypatch: pytest.MonkeyPatch, wrapped: Any) -> None:
     """Replace the optional library transformers by one tokenizer."""
     module = ModuleType("transformers")
-
-    def from_pretrained(name: str) -> Any:
-        if wrapped is None:
-            raise OSError(f"{name} is not a local folder")
-        return wrapped
-
-    monkeypatch.setattr(module, "AutoTokenizer", SimpleNamespace(from_pretrained=from_pretrained), raising=False)
+    found = SimpleNamespace(from_pretrained=lambda name: wrapped)
+    monkeypatch.setattr(module, "AutoTokenizer", found, raising=False)
     monkeypatch.setitem(sys.modules, "transformers", module)
 
 
