@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyiceberg.io.pyarrow import schema_to_pyarrow
 from pyiceberg.schema import Schema
@@ -153,6 +153,7 @@ def fresh(field_id: int, inner: StructType) -> StructType:
 PAIRS = st.dictionaries(st.text(max_size=2), st.none() | st.integers(0, 9), max_size=2)
 
 
+@settings(max_examples=40)
 @given(
     one=st.lists(STRUCTS, min_size=1, max_size=7),
     many=st.lists(st.none() | st.lists(STRUCTS, max_size=3), min_size=7, max_size=7),

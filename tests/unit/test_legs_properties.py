@@ -14,9 +14,9 @@ from dlac_pipeline.plan.source_order import Cursor, SourceStart
 from dlac_pipeline.plan.units import UnitTable
 from tests.legs import leg_of, source_of, units_of
 
-EXAMPLES = settings(max_examples=40, deadline=None)
+EXAMPLES = settings(max_examples=25, deadline=None)
 WEIGHTS = st.sampled_from([0.02, 0.3, 0.5, 1.0, 4.0])
-HORIZON = 400
+HORIZON = 240
 """Maximum number of slots that are checked of sources without an end."""
 
 

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import importlib
 import math
-import pkgutil
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from pydantic import BaseModel, ValidationError
@@ -20,10 +21,11 @@ LOOKED_UP = {"step", "to_step", "snapshot_id", "rank"}
 
 
 def models() -> set[type[BaseModel]]:
-    """Return every pydantic model of the package."""
-    for module in pkgutil.walk_packages(dlac_pipeline.__path__, "dlac_pipeline."):
-        if not module.name.endswith("__main__"):
-            importlib.import_module(module.name)
+    """Return every pydantic model of the package. Only modules with such a class are imported."""
+    package = Path(dlac_pipeline.__path__[0])
+    for file in package.rglob("*.py"):
+        if re.search(r"^class \w+\(.*(BaseModel|Section|Config)", file.read_text(), re.MULTILINE):
+            importlib.import_module(".".join(file.relative_to(package.parent).with_suffix("").parts))
     found, pending = set(), [BaseModel]
     while pending:
         pending += (below := pending.pop().__subclasses__())

@@ -18,7 +18,7 @@ from dlac_pipeline.read.line import BlockAdvance, merge
 from dlac_pipeline.read.packing import BEGINNING, Packer, Sampler
 from tests.takes import Taken, take
 
-EXAMPLES = settings(max_examples=80, deadline=None)
+EXAMPLES = settings(max_examples=50, deadline=None)
 PAD = -1
 REASON = "ValueError: bad"
 

@@ -8,6 +8,8 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from benchmarks.paper import figures_of
 from benchmarks.paper_parts.page import write_docs
 from benchmarks.paper_parts.programs import PROGRAMS
@@ -112,6 +114,7 @@ def test_paper_proves_exact_resumes() -> None:
     assert [name for name in PROGRAMS if "figures" not in found.get(name, {})] == []
 
 
+@pytest.mark.slow
 def test_paper_is_made_of_its_result(tmp_path: Path) -> None:
     """Run `--docs` of their programs after a result or the form of a page has changed."""
     (tmp_path / "pictures").mkdir()

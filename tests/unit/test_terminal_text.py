@@ -114,13 +114,3 @@ def test_markup_is_shown_literally(event: dict[str, Any], expected: str) -> None
     printed = text_of(event)
     assert expected in printed
     assert "r[/a]: starting" in printed
-
-
-def test_failure_shows_traceback() -> None:
-    """The last lines of the traceback are shown. Without an exception, the last lines of the log are shown, if any."""
-    event = {"event": "failure", "attempt": 1, "step": 4, "cause": "rank 0 died"}
-    trace = "\n".join(["Traceback (most recent call last):", *map(str, range(20)), "ValueError: [/b]"])
-    assert "rank 0 died\n/log\n9\n" in text_of({**event, "log": "/log", "log_tail": "noise", "traceback": trace})
-    assert "ValueError: [/b]" in text_of({**event, "log": "/log", "log_tail": "noise", "traceback": trace})
-    assert "rank 0 died\n/log\nnoise\n" in text_of({**event, "log": "/log", "log_tail": "noise", "traceback": ""})
-    assert "rank 0 died" in text_of(event)
