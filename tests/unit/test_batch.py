@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -92,15 +90,6 @@ def test_micro_batches_keep_ragged_values() -> None:
             assert part["tokens"][starts[slot] : starts[slot + 1]].tolist() == [place] * (place % 4)
     empty, weight = next(cut(rank_batch(1, 1), 1, full=False))
     assert (len(empty["x"]), empty.valid.tolist(), empty.weight, weight) == (1, [False], 0, 0)
-
-
-def test_micro_losses_find_their_slots() -> None:
-    """The losses of samples are kept by the slot of the rank's batch."""
-    given: list[torch.Tensor] = []
-    batch = replace(rank_batch(0, 7), on_mean=given.append)
-    for part, _ in cut(batch, 2, full=False):
-        part.mean(part["x"])
-    assert sum(given).tolist() == batch["x"].tolist()  # type: ignore[union-attr]  # a tensor
 
 
 def test_lossless_part_hides_nan() -> None:

@@ -107,14 +107,11 @@ ERROR, WARN = dg.AssetCheckSeverity.ERROR, dg.AssetCheckSeverity.WARN
 
 
 @pytest.mark.parametrize(
-    ("error", "severity", "description"),
-    [
-        (NothingToRehearse("expected a checkpoint that has a successor"), WARN, "expected a checkpoint"),
-        (NoRestorableCheckpoint("all are damaged"), ERROR, "NoRestorableCheckpoint: all are damaged"),
-    ],
+    ("error", "severity"),
+    [(NothingToRehearse("no successor"), WARN), (NoRestorableCheckpoint("all are damaged"), ERROR)],
 )
 def test_impossible_rehearsal_is_warning(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Any, error: DlacError, severity: dg.AssetCheckSeverity, description: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any, error: DlacError, severity: dg.AssetCheckSeverity
 ) -> None:
     """A run that cannot be rehearsed proves nothing about its checkpoints. Every other error is one of the run."""
 
@@ -124,4 +121,3 @@ def test_impossible_rehearsal_is_warning(
     monkeypatch.setattr("dlac_pipeline.extensions.replay.rehearse.rehearse_run", fail)
     result = rehearse_model(connect(LakehouseConfig().at_home(tmp_path)), "r")
     assert (result.passed, result.severity, result.asset_key) == (False, severity, model_key("r"))
-    assert (result.description or "").startswith(description)

@@ -9,7 +9,7 @@ import pytest
 
 from dlac_pipeline.lakehouse.doors import Door
 from dlac_pipeline.lakehouse.errors import BadInput
-from dlac_pipeline.lakehouse.source_names import SOURCES, external_identifier, mirror_name, split_identifier
+from dlac_pipeline.lakehouse.source_names import SOURCES, external_identifier, split_identifier
 from dlac_pipeline.spec.job_spec import SourceSpec
 from tests.installed import install_distribution
 
@@ -86,11 +86,6 @@ def test_location_marks_other_formats(identifier: str, place: tuple[str, str] | 
     assert split_identifier(identifier) == place
     if place is not None:
         assert external_identifier(place[0], identifier) == identifier == external_identifier(*place)
-
-
-def test_mirror_name_has_two_parts() -> None:
-    """Signs of a format's name that a catalog may refuse, or take for a namespace, are replaced."""
-    assert mirror_name("a.b-c:/data", "dlac").startswith("dlac_external.a_b_c_")
 
 
 @pytest.mark.parametrize("name", ["delta", "hudi"])

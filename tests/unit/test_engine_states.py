@@ -35,7 +35,7 @@ class Net(nn.Module):
         self.count: torch.Tensor
         self.first = nn.Linear(4, 4)
         self.late = nn.Linear(4, 4)
-        self.head = nn.Linear(4, 1, bias=kind != "matrices")
+        self.head = nn.Linear(4, 1)
         if kind == "tied":
             self.late.weight = self.first.weight
         elif kind == "shared":
@@ -128,13 +128,9 @@ class Typed(Optimizer):
 
 OPTIMIZERS: dict[str, Optimizers] = {
     "adafactor": one(torch.optim.Adafactor),
-    "adagrad": one(torch.optim.Adagrad),
-    "adam": one(torch.optim.Adam),
     "adamw": one(torch.optim.AdamW, lr=0.01),
     "fused": one(torch.optim.AdamW, lr=0.01, fused=True),
     "lbfgs": one(torch.optim.LBFGS, lr=0.1, max_iter=3),
-    "muon": one(torch.optim.Muon),
-    "rmsprop": one(torch.optim.RMSprop, momentum=0.9, centered=True),
     "sgd": one(torch.optim.SGD, lr=0.01),
     "momentum": one(torch.optim.SGD, lr=0.01, momentum=0.9),
     "typed": one(Typed),
@@ -144,9 +140,9 @@ OPTIMIZERS: dict[str, Optimizers] = {
 }
 KINDS = ["unused", "used later", "frozen", "thawed", "tied", "shared", "empty", "scalar", "complex", "bf16", "buffers"]
 CASES = [
-    *((kind, optimizer) for kind in KINDS for optimizer in ("adamw", "sgd", "several", "groups")),
-    *(("used later", optimizer) for optimizer in OPTIMIZERS if optimizer != "muon"),
-    ("matrices", "muon"),
+    *((kind, "groups") for kind in KINDS),
+    *((kind, "several") for kind in ("unused", "frozen", "tied")),
+    *(("used later", optimizer) for optimizer in OPTIMIZERS),
     ("bf16", "typed"),
 ]
 
@@ -157,8 +153,6 @@ class Trained:
     def __init__(self, kind: str, make: Optimizers, seed: int) -> None:
         torch.manual_seed(seed)
         self.net = Net(kind)
-        if kind == "matrices":
-            self.net.first, self.net.late = (nn.Linear(4, 4, bias=False) for _ in range(2))
         self.optimizers = make(self.net)
         self.schedules = [torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in self.optimizers]
 
@@ -335,16 +329,6 @@ def test_adopted_optimizers_keep_their_states(tmp_path: Path) -> None:
     assert again.state() == first.state()
 
 
-def test_save_makes_no_step(tmp_path: Path) -> None:
-    """Optimizers without a state keep none: torch's own functions make a step to fill it."""
-    trained = Trained("unused", OPTIMIZERS["adamw"], seed=1)
-    trained.engine("dcp").save(tmp_path, Direct().write)
-    assert not trained.optimizers[0].state
-    again = Trained("unused", OPTIMIZERS["adamw"], seed=2)
-    again.engine("dcp").load(tmp_path, saved_world_size=1)
-    assert not again.optimizers[0].state
-
-
 def test_parameter_of_no_model_is_refused() -> None:
     """An optimizer made before the model was sharded would never train it. States of one parameter would have one name."""
     layer = nn.Linear(4, 4)
@@ -354,7 +338,7 @@ def test_parameter_of_no_model_is_refused() -> None:
         DistributedState(model=layer, optimizer=[torch.optim.Adam(layer.parameters()) for _ in range(2)])
 
 
-@pytest.mark.parametrize("place", ["state", "group", "optimizer"])
+@pytest.mark.parametrize("place", ["state", "optimizer"])
 def test_nameless_state_is_not_saved(tmp_path: Path, place: str) -> None:
     """An index has names of parameters: a number as key would come back as text, and two optimizers may share another name."""
     trained = Trained("unused", OPTIMIZERS["adamw"], seed=1)
@@ -362,8 +346,6 @@ def test_nameless_state_is_not_saved(tmp_path: Path, place: str) -> None:
     expected = "found 3 in optimizer"
     if place == "state":
         optimizer.state[trained.net.head.weight] = {3: torch.ones(1)}
-    elif place == "group":
-        optimizer.param_groups[0]["table"] = {3: "a"}
     else:
         optimizer.state["all"] = {"calls": 1}  # type: ignore[index]  # some optimizers do this
         expected = "AdamW, found one of 'all'"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,23 +11,16 @@ import pytest
 
 from dlac_pipeline.checkpoint.commit.local_copies import LocalCopies
 from dlac_pipeline.checkpoint.store import Tiers
-from dlac_pipeline.elastic.rank_assignment import Member, Offer, RoundPlan
-from dlac_pipeline.elastic.round import Round
-from dlac_pipeline.extensions.chaos.chaos_job import ChaosJob
-from dlac_pipeline.extensions.replay.replay import PREFIX, remove_left_overs
 from dlac_pipeline.lakehouse.errors import StoreUnavailable
 from dlac_pipeline.lakehouse.own_folders import open_own, remove_own
 from dlac_pipeline.lakehouse.store_files import StoreFiles
 from dlac_pipeline.memory_states import states
-from dlac_pipeline.memory_states.choose import states_here
-from dlac_pipeline.memory_states.fetch import NodeMemory
 from dlac_pipeline.memory_states.memory_file import MemoryFile
 from dlac_pipeline.memory_states.server import home_of
 from dlac_pipeline.memory_states.states import MemoryState
 from dlac_pipeline.supervise.ranks.launch_folders import forget_launches
 from dlac_pipeline.supervise.ranks.rank_logs import cut_middle
-from tests.memory_states import fresh_start, keep, part_of, spec_of
-from tests.unit.test_memory_saves import Rank
+from tests.memory_states import keep, part_of
 
 _STRANGER = 65_534
 pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root can make folders of another user")
@@ -132,34 +124,6 @@ def _files_of(memory: Path) -> dict[str, int]:
     return {str(path): path.lstat().st_size for path in sorted(memory.rglob("*"))}
 
 
-@pytest.mark.parametrize("own", [True, False])
-def test_training_spares_linked_folders(tmp_path: Path, own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank and its supervisor spare the folder of this user to which another user's link leads, in place of the run's."""
-    memory, precious = tmp_path / "memory", tmp_path / "precious"
-    (precious / "thesis").mkdir(parents=True)
-    spec = spec_of(memory)
-    folder = states.memory_folder(spec)
-    assert folder is not None
-    folder.parent.mkdir()
-    folder.symlink_to(precious)
-    os.lchown(folder, _STRANGER, _STRANGER)
-    if not own:
-        os.chown(folder.parent, _STRANGER, _STRANGER)
-    monkeypatch.setenv("DLAC_LAUNCH", str(tmp_path))
-    rank = Rank(memory)
-    (warning,) = rank.warnings
-    assert "only this user can write" in warning
-    rank.saves.end(committed=True)
-    with closing(NodeMemory(spec, name="r@ledger")) as node:
-        offer = Offer(host="h", address="127.0.0.1", ranks=1, memory_port=0)
-        plan = RoundPlan.form((Member(slot=1, id="i", place=0, offer=offer, first_rank=0, ranks=1),), number=1, port=1)
-        node.begin(fresh_start(), Round(plan.share(0), plan=plan))
-        node.end()
-        node.forget()
-    assert states_here(spec) == []
-    assert [path.name for path in precious.iterdir()] == ["thesis"]
-
-
 def test_own_states_are_removed(tmp_path: Path) -> None:
     """The same folders of this user are removed, in a place where every user may write."""
     tmp_path.chmod(0o1777)
@@ -179,36 +143,6 @@ def test_linked_file_is_not_written(tmp_path: Path) -> None:
         MemoryFile(tmp_path / "link", is_mapped=False)
     with pytest.raises(OSError, match="symbolic links"):
         cut_middle(tmp_path / "link", 20_000)
-
-
-def test_foreign_sandboxes_stay(tmp_path: Path) -> None:
-    """Another user's sandbox, also one that all may write, is not removed, nor is the folder to which a link leads."""
-    tmp_path.chmod(0o1777)
-    precious = tmp_path / "precious"
-    for folder in (precious, tmp_path / f"{PREFIX}foreign", tmp_path / f"{PREFIX}mine"):
-        folder.mkdir()
-        (folder / "owner.lock").touch()
-    os.chown(tmp_path / f"{PREFIX}foreign", _STRANGER, _STRANGER)
-    (tmp_path / f"{PREFIX}link").symlink_to(precious)
-    remove_left_overs(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{PREFIX}foreign", f"{PREFIX}link", "precious"]
-    assert (precious / "owner.lock").exists()
-
-
-def test_chaos_spares_foreign_memories(tmp_path: Path) -> None:
-    """Memory with the name of a killed command's is removed only if it is of this user. A node's own has a new name."""
-    tmp_path.chmod(0o1777)
-    for name, owner in {"foreign": _STRANGER, "mine": os.getuid()}.items():
-        folder = tmp_path / f"dlac-chaos-{2**30}-0-{name}"
-        folder.mkdir()
-        os.chown(folder, owner, owner)
-    (tmp_path / "dlac-chaos-1x-0").mkdir()
-    job = ChaosJob(spec_of(tmp_path), kinds=[])
-    memory = Path(job.spec_of(0).checkpoint.memory)
-    assert memory.stat().st_mode & 0o777 == 0o700
-    assert job.spec_of(0).checkpoint.memory == str(memory)
-    job.close()
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"dlac-chaos-{2**30}-0-foreign", "dlac-chaos-1x-0"]
 
 
 def test_checkpoints_spare_linked_folders(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlac_pipeline.read.joining import end_to_end
@@ -21,6 +21,7 @@ _KINDS: dict[str, tuple[pa.DataType, st.SearchStrategy[Any]]] = {
 }
 
 
+@settings(max_examples=50)
 @given(st.data())
 def test_rows_keep_their_order(data: st.DataObject) -> None:
     """Chunks, slices, empty parts and nulls of any type give the rows of a concatenation. No null: one array of byte strings."""

@@ -61,12 +61,3 @@ def test_start_and_name_may_differ() -> None:
     """A renamed table is the same table. A spec does not have to know a leg's number or first step."""
     LEG.check_same(with_source(table="src.renamed", name="src.renamed"))
     LEG.check_same(replace(LEG, index=3, start_step=70))
-
-
-def test_small_pass_and_shared_groups_warn() -> None:
-    """Both are exact and rarely intended: the first repeats rows in a batch, the second decodes blocks twice."""
-    assert LEG.warnings(LEG.batch_size, LEG.key_groups) == []
-    (small,) = LEG.warnings(LEG.batch_size - 1, 1)
-    assert "fewer than the batch size" in small
-    (shared,) = LEG.warnings(LEG.batch_size, 2 * LEG.key_groups)
-    assert "share key groups" in shared

@@ -5,8 +5,6 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,9 +14,9 @@ from dlac_pipeline.plan.source_order import Cursor, SourceStart
 from dlac_pipeline.plan.units import UnitTable
 from tests.legs import leg_of, source_of, units_of
 
-EXAMPLES = settings(max_examples=40, deadline=None)
+EXAMPLES = settings(max_examples=25, deadline=None)
 WEIGHTS = st.sampled_from([0.02, 0.3, 0.5, 1.0, 4.0])
-HORIZON = 400
+HORIZON = 240
 """Maximum number of slots that are checked of sources without an end."""
 
 
@@ -282,13 +280,3 @@ def test_settings_change_between_legs(case: Case, data: st.DataObject) -> None:
     for index, source in enumerate(leg.sources):
         assert all(times == 1 for times in read[index].values())
         assert sum(read[index].values()) == int(case.units[source.plan_id].live_rows.sum()) * source.passes
-
-
-@pytest.mark.timeout(60)
-def test_source_with_tiny_weight_ends() -> None:
-    """The run ends even if a source is chosen very seldom."""
-    units = {"a": units_of([4]), "b": units_of([2])}
-    sources = [source_of("a", key_groups=2, weight=1.0), source_of("b", key_groups=2, weight=1e-9)]
-    order = leg_of(*sources, key_groups=2, batch_size=2).order(units)
-    assert total_steps(order) == 3
-    assert np.array_equal(order.consumed(3), [[2, 2], [1, 1]])

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -99,24 +97,6 @@ def test_linked_copy_is_mended(tmp_path: Path, linked: str) -> None:
     assert (copy / "part" / "state").read_bytes() == b"weights"
 
 
-@pytest.mark.parametrize("row", [{"path": "../../../../pwned"}, {"path": "/tmp/pwned"}])
-def test_restore_writes_nothing_elsewhere(tmp_path: Path, row: dict[str, str]) -> None:
-    """No file is written outside its folder for a committed manifest with such a path."""
-    found, _ = checkpoint_in(tmp_path / "store")
-    path = tmp_path / "store" / "r" / "attempt-0001" / "step-1" / "manifest.json"
-    raw = json.loads(path.read_bytes())
-    raw["files"][0].update(row)
-    path.write_bytes(json.dumps(raw).encode())
-    found = replace(found, manifest_digest=content_digest(path.read_bytes()))
-    tiers = Tiers(
-        run="r", local=tmp_path / "local", store=(tmp_path / "store").as_uri(), files=StoreFiles(deadline_s=0)
-    )
-    before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(CheckpointDamaged):
-        restore(found, tiers)
-    assert sorted(tmp_path.rglob("*")) == before
-
-
 @pytest.mark.parametrize("tag", ["../other", "/etc", "a/../../other"])
 @pytest.mark.parametrize("latest", [True, False])
 def test_tag_elsewhere_is_refused(tmp_path: Path, tag: str, latest: bool) -> None:
@@ -130,22 +110,10 @@ def test_tag_elsewhere_is_refused(tmp_path: Path, tag: str, latest: bool) -> Non
         foreign_checkpoint(tmp_path / "mine", tag=None if latest else tag)
 
 
-def put_loop(path: Path) -> None:
-    """Make two links that lead to each other."""
-    path.symlink_to(path.with_name("other"))
-    path.with_name("other").symlink_to(path)
-
-
-def put_file_above(path: Path) -> None:
-    """Make a file in place of the folder above."""
-    path.parent.rmdir()
-    path.parent.touch()
-
-
 @pytest.mark.parametrize(
     "put",
-    [Path.mkdir, put_loop, lambda path: path.symlink_to("x" * 300), os.mkfifo, put_file_above],
-    ids=["folder", "loop", "long link", "pipe", "file above"],
+    [Path.mkdir, lambda path: path.symlink_to("x" * 300), os.mkfifo],
+    ids=["folder", "long link", "pipe"],
 )
 def test_no_file_is_damage(tmp_path: Path, put: Callable[[Path], None]) -> None:
     """Something else in place of a checkpoint's file is damage at once, no outage that is waited for."""

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import os
-import time
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
-from dlac_pipeline.extensions.replay import rehearse
 from dlac_pipeline.lakehouse.ledger.run_rows import Fence, trained_by
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow, LedgerRow
 from dlac_pipeline.memory_states import states
@@ -22,11 +19,7 @@ from dlac_pipeline.memory_states.choose import MemoryChoice, may_resume
 from dlac_pipeline.memory_states.states import MemoryState, Part, RankState, Trained
 from dlac_pipeline.supervise.claims import attempts_without_progress
 from dlac_pipeline.supervise.liveness.heartbeat import HeartbeatFile, Phase, Spent, may_have_died_loading
-from dlac_pipeline.supervise.ranks.rank_events import EventWriter
-from dlac_pipeline.train.checkpoint_policy import CheckpointPolicy
 from tests.memory_states import STATE, trained
-from tests.resume_points import memory_point
-from tests.small_records import small_spec
 
 _HEAD = CheckpointRow(seq=2, attempt=1, nonce="a", checkpoint_id="c10", step=10)
 _ROWS: list[LedgerRow] = [ClaimRow(seq=1, attempt=1, nonce="a"), _HEAD, ClaimRow(seq=3, attempt=2, nonce="b")]
@@ -66,21 +59,6 @@ def test_state_of_the_head_is_taken() -> None:
     assert MemoryState(Path(), (kept,)).trained_since(13) == nothing
     assert not taken(STATE, [*_ROWS, head], head)
     assert not taken(kept, [*_ROWS, head], replace(head, attempt=1, nonce="a"))
-
-
-@pytest.mark.parametrize(("step", "due", "ranks"), [(10, False, {2}), (11, True, {2, 4})])
-def test_state_of_the_head_has_nothing_uncommitted(tmp_path: Path, step: int, due: bool, ranks: set[int]) -> None:
-    """The interval begins again at such a state, and the ranks that kept it have trained none of the later steps."""
-    order = {"batch_size": 4, "key_groups": 4, "steps": 20}
-    spec = small_spec(order=order, checkpoint={"every_s": 600})
-    policy = CheckpointPolicy(spec, 0, tmp_path, EventWriter(tmp_path, 0))
-    policy.resumed(memory_point(step=step, head_step=10, head_at=time.time() - 3600), Mock())
-    policy.training()
-    assert policy.step_done(step + 1, in_background=False).due is due
-    policy.close()
-    claim = ClaimRow(seq=3, attempt=3, nonce="c", memory_of=2, memory_step=step, memory_ranks=4)
-    successor = CheckpointRow(seq=4, attempt=3, nonce="c", checkpoint_id="c20", parent="c10", step=20, world_size=2)
-    assert rehearse.ranks_between([_HEAD, claim, successor], _HEAD, successor) == ranks
 
 
 def test_state_is_taken_twice() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dlac_pipeline.memory_states.memory_file import MemoryFile, is_tmpfs
+from dlac_pipeline.memory_states.memory_file import MemoryFile
 
 _MAPS = Path("/proc/self/maps")
 
@@ -83,10 +83,3 @@ def test_memory_is_freed_while_a_child_has_the_file(path: Path) -> None:
         path.unlink()
         file.free()
         assert os.fstat(left.fileno()).st_blocks == 0
-
-
-def test_shared_memory_is_told_from_a_disk() -> None:
-    """Only a tmpfs has pages that can always be written."""
-    assert is_tmpfs(Path("/dev/shm"))
-    assert is_tmpfs(Path("/dev/shm/a/folder"))
-    assert not is_tmpfs(Path("/proc"))

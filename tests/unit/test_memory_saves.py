@@ -22,16 +22,14 @@ from dlac_pipeline.elastic.ranks.rank import LAUNCH_VARIABLE
 from dlac_pipeline.lakehouse.errors import MemoryStateLost
 from dlac_pipeline.memory_states import states
 from dlac_pipeline.memory_states.memory_file import MemoryFile
-from dlac_pipeline.memory_states.save import MOST_OVERHEAD, MemorySaves, bytes_of_state
+from dlac_pipeline.memory_states.save import MOST_OVERHEAD, MemorySaves
 from dlac_pipeline.plan.slots import ALL_SLOTS
 from dlac_pipeline.track.tracker import ReaderStateTracker
-from dlac_pipeline.train.restored_state import lose_if_unreadable, read_memory
+from dlac_pipeline.train.restored_state import lose_if_unreadable
 from tests.memory_states import OWN, fresh_start, keep, part_of, spec_of
 from tests.resume_points import memory_point
 
 SYNC = StepSync(step=1, losses=[0.5], memory_copied=True)
-STATE_BYTES = 4_000
-"""Bytes that a state of a rank is expected to take."""
 
 
 class Rank:
@@ -126,15 +124,6 @@ def test_state_waits_for_copies_of_all(rank: Rank) -> None:
     assert rank.step() == [1, 3], "the message was about the state before"
     rank.saves.on_sync(SYNC)
     assert rank.step() == [3, 5]
-
-
-def test_first_states_wait_for_copies(memory: Path) -> None:
-    """Without a fixed number of steps no step asks for the copy of the state before."""
-    rank = Rank(memory, memory_every_steps=0)
-    assert rank.step() == [1]
-    assert not rank.saves.is_due(2)
-    rank.saves.on_sync(SYNC)
-    assert rank.saves.is_due(3)
 
 
 def test_lower_of_two_costs_sets_the_pace(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,13 +230,6 @@ def test_failure_of_any_rank_frees_memory(rank: Rank) -> None:
     assert len(rank.warnings) == 1
 
 
-def test_warning_of_small_memory_has_remedy(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A container has little shared memory: the warning names the remedy."""
-    monkeypatch.setattr(states, "room_for_states", lambda memory: 0)
-    (warning,) = Rank(memory).warnings
-    assert '--shm-size, free memory of the node, or set checkpoint.memory = ""' in warning
-
-
 def test_fetched_state_is_freed(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks have loaded it. If a node has no room for new states, the old ones are removed as well."""
     folder = states.memory_folder(spec_of(memory))
@@ -263,40 +245,6 @@ def test_fetched_state_is_freed(memory: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(states, "room_for_states", lambda memory: -1)
     Rank(memory, loaded=loaded)
     assert states.read_parts(folder) == []
-
-
-def test_only_the_loaded_state_stays(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its memory counts as free for new states, because it is removed after the first of them."""
-    folder = states.memory_folder(spec_of(memory))
-    assert folder is not None
-    for slot in ("0-000002-b", "1-000002-b"):
-        (folder / "000002-b" / slot).mkdir(parents=True)
-        (folder / "000002-b" / slot / "state.pt").write_bytes(bytes(3_000))
-    loaded = states.MemoryState(folder / "000002-b" / "1-000002-b", ())
-    needed = 2 * STATE_BYTES - 3_000
-    monkeypatch.setattr(states, "room_for_states", lambda memory: needed)
-    assert Rank(memory, point=memory_point(), loaded=loaded).saves.is_due(1)
-    assert [each.name for each in (folder / "000002-b").iterdir()] == ["1-000002-b"]
-    monkeypatch.setattr(states, "room_for_states", lambda memory: needed - 1)
-    assert not Rank(memory, point=memory_point(), loaded=loaded).saves.is_due(1)
-
-
-def test_fetched_state_of_killed_attempt_is_freed(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its supervisor was killed while its ranks loaded. What it had fetched takes no room from the states of the next attempt."""
-    folder = states.memory_folder(spec_of(memory))
-    assert folder is not None
-    fetched = states.fetched_folder(folder / "000002-b", 0)
-    (fetched / "000001-a" / "0-000001-a").mkdir(parents=True)
-    monkeypatch.setattr(states, "room_for_states", lambda memory: 2 * STATE_BYTES - fetched.exists())
-    assert Rank(memory).saves.is_due(1)
-    assert not fetched.exists()
-
-
-def test_lost_state_names_what_to_do() -> None:
-    """It could not be fetched, so it has no folder on this node."""
-    order: Any = None
-    with pytest.raises(MemoryStateLost, match=r"step 7 on this node, .*: start the run again"):
-        read_memory(memory_point(folder=""), order)
 
 
 @pytest.mark.parametrize(
@@ -317,10 +265,3 @@ def test_lost_peer_leaves_states(tmp_path: Path, failure: Exception, stays: bool
     with pytest.raises(type(failure) if stays else MemoryStateLost), lose_if_unreadable(state):
         raise failure
     assert bool(states.read_states(folder)) == stays
-
-
-def test_frozen_weights_need_no_optimizer_state() -> None:
-    """The memory that a state needs is estimated: with adapters, most of a model's weights are frozen."""
-    model = torch.nn.Sequential(torch.nn.Linear(10, 10, bias=False), torch.nn.Linear(10, 1, bias=False))
-    model[0].requires_grad_(False)
-    assert bytes_of_state(TorchState(model=model)) == (400 + 4 * 40, 0)

@@ -3,7 +3,6 @@ from __future__ import annotations
 from itertools import pairwise
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -96,26 +95,3 @@ def test_smallest_share_has_one_place() -> None:
     """A weight below one place of the period is rounded up, so that every present source has a place."""
     counts = Mixture([1.0, 1e-9, 1e-9, 1e6], 3).counts(1, 0, PERIOD, (True, True, False, True))
     assert counts.tolist() == [1, 1, 0, PERIOD - 2]
-
-
-@pytest.mark.parametrize(
-    ("weights", "groups", "message"),
-    [
-        ([], 1, "one or more weights"),
-        ([1.0, 0.0], 1, "above 0"),
-        ([1.0], 0, "key groups"),
-        ([1.0], PERIOD, "key groups"),
-    ],
-)
-def test_invalid_mixture_is_refused(weights: list[float], groups: int, message: str) -> None:
-    """Missing weights, a weight of zero, and more key groups than places in the period are refused."""
-    with pytest.raises(ValueError, match=message):
-        Mixture(weights, groups)
-
-
-def test_small_share_is_read_regularly() -> None:
-    """A source of one sample in ten thousand is read, and no gap is much longer than that."""
-    sources = Mixture([0.9999, 0.0001], 1).sources(0, 0, 3 * PERIOD, (True, True))
-    gaps = np.diff(np.flatnonzero(sources))
-    assert gaps.min() > 2_000
-    assert gaps.max() < 30_000

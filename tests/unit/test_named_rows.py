@@ -21,16 +21,13 @@ from dlac_pipeline.lakehouse.filters.grammar import parse_filter
 KEY = UUID("12345678-1234-5678-1234-567812345678")
 EACH: list[tuple[ice.IcebergType, Any, str]] = [
     (ice.LongType(), -7, "c = -7"),
-    (ice.BooleanType(), True, "c = true"),
     (ice.DoubleType(), 1e-07, "c = 1e-07"),
-    (ice.DoubleType(), float("-inf"), "c = '-inf'"),
     (ice.DoubleType(), float("nan"), "c IS NAN"),
     (ice.StringType(), None, "c IS NULL"),
     (ice.StringType(), 'it\'s \\ "x"', "c = 'it''s \\ \"x\"'"),
     (ice.DecimalType(20, 4), Decimal("-12.3400"), "c = -12.3400"),
     (ice.DateType(), date(2024, 1, 31), "c = '2024-01-31'"),
     (ice.TimeType(), time(12, 30, 0, 5), "c = '12:30:00.000005'"),
-    (ice.TimestampType(), datetime(2024, 1, 31, 12), "c = '2024-01-31T12:00:00'"),
     (ice.TimestamptzType(), datetime(2024, 1, 31, 12, tzinfo=UTC), "c = '2024-01-31T12:00:00+00:00'"),
     (ice.BinaryType(), b"\x00'", "c = X'0027'"),
     (ice.UUIDType(), KEY.bytes, f"c = '{KEY}'"),

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
-from dlac_pipeline.cli.main import app
 from dlac_pipeline.extensions.erasure.explain import explain_sql
 from dlac_pipeline.lakehouse.config import LakehouseConfig
-from dlac_pipeline.lakehouse.errors import NoSuchRun, SpecInvalid
+from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.lakehouse.ledger.commits import claim
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import check_checkpoint_name, check_run_name, no_such_run
-from tests.conftest import Arena
 
 BAD_RUNS = [
     *("", " ", "..", "../../x", "/tmp/x", "a/b", "a\\b", ".hidden", "-x", "a b", "a\n", "a\nDROP TABLE t; --", "a\x00"),
@@ -67,36 +63,3 @@ def test_ledger_refuses_bad_run(lakehouse: Lakehouse) -> None:
     assert Ledger(lakehouse).runs() == before
     with pytest.raises(SpecInvalid):  # a line break would end the comment of the script with the name
         explain_sql(lakehouse, "night-3\nCOPY x TO 'y';")
-
-
-COMMANDS = [
-    *("recover RUN", "status RUN", "audit RUN --explain", "incidents RUN", "rehearse RUN --spec SPEC"),
-    *("audit RUN", "checkpoint list RUN", "checkpoint verify RUN --spec SPEC", "checkpoint untag RUN good --spec SPEC"),
-    *("checkpoint export RUN w.safetensors --spec SPEC", "checkpoint tag RUN good --spec SPEC"),
-    *("checkpoint retire RUN --spec SPEC", "rewind RUN --to-step 1 --spec SPEC", "fork RUN --as new --spec SPEC"),
-]
-
-
-@pytest.fixture(scope="module")
-def claimed_arena(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
-    """A lakehouse with a claim of run "night-3" and its job spec. No command of these tests changes it."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        arena = Arena(tmp_path_factory.mktemp("begun") / "home", monkeypatch)
-        claim(Ledger(arena.lakehouse), "night-3", nonce="n", replaces=0)
-        (arena.home / "job.json.yaml").write_text(arena.spec("night-3").model_dump_json())
-        yield arena
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize(("run", "error"), [("nigth-3", NoSuchRun), ("../../x", SpecInvalid)])
-def test_command_creates_nothing(claimed_arena: Arena, command: str, run: str, error: type[Exception]) -> None:
-    """A command for a missing run lists similar names. It makes no row, no folder and no file."""
-    arena, job = claimed_arena, claimed_arena.home / "job.json.yaml"
-    before = sorted(path for path in arena.home.parent.rglob("*") if "catalog.db" not in path.name)
-    replacements = {"RUN": run, "SPEC": str(job), "w.safetensors": str(arena.home / "w.safetensors")}
-    arguments = [replacements.get(word, word) for word in command.split()]
-    with pytest.raises(error) as refused:
-        app([*arguments, "--home", str(arena.home)], standalone_mode=False)
-    assert error is SpecInvalid or "did you mean 'night-3'" in str(refused.value)
-    assert sorted(path for path in arena.home.parent.rglob("*") if "catalog.db" not in path.name) == before
-    assert Ledger(arena.lakehouse).runs() == ["night-3"]

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlac_pipeline.lakehouse.errors import CursorMismatch, SpecInvalid
+from dlac_pipeline.lakehouse.errors import CursorMismatch
 from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.read.documents import Documents, Samples, documents_of, source_rows
 from dlac_pipeline.read.line import BlockAdvance, merge
 from dlac_pipeline.read.packing import BEGINNING, Packer, Sampler
 from tests.takes import Taken, take
 
-EXAMPLES = settings(max_examples=80, deadline=None)
+EXAMPLES = settings(max_examples=50, deadline=None)
 PAD = -1
 REASON = "ValueError: bad"
 
@@ -173,11 +173,14 @@ def test_sequences_contain_all_tokens(line: Line, length: int, sizes: list[int])
 
 
 @EXAMPLES
-@given(lines(), st.integers(1, 12), st.lists(st.integers(1, 4), min_size=1, max_size=3), st.booleans())
-def test_resume_at_any_cursor_is_identical(line: Line, length: int, sizes: list[int], drain: bool) -> None:
-    """After every cursor the sequences, cursors and advances equal an uninterrupted reader's."""
+@given(lines(), st.integers(1, 12), st.lists(st.integers(1, 4), min_size=1, max_size=3), st.booleans(), st.data())
+def test_resume_at_any_cursor_is_identical(
+    line: Line, length: int, sizes: list[int], drain: bool, data: st.DataObject
+) -> None:
+    """After any cursor the sequences, cursors and advances equal an uninterrupted reader's."""
     taken = read(line, length, sizes, drain=drain)
-    for cut, each in enumerate(taken):
+    for cut in data.draw(st.sets(st.integers(0, len(taken) - 1), max_size=8)) if taken else ():
+        each = taken[cut]
         again = read(line, length, [*sizes[(cut + 1) % len(sizes) :], *sizes] * 99, drain=drain, start=each.cursor)
         rest = taken[cut + 1 :]
         if len(sizes) == 1:
@@ -290,9 +293,7 @@ def blocks(given: Blocks, start: Cursor = BEGINNING) -> Iterator[tuple[int, int,
     ("start", "found"),
     [
         (Cursor(0, 0, 3, 2), "0 items of the row at position None"),
-        (Cursor(0, 0, 1, 4), "4 items of the row at position 1"),
         (Cursor(0, 0, 0, 1), "4 items of the row at position 1"),
-        (Cursor(0, 5, 1, 2), "block 6 of pass 0"),
     ],
 )
 def test_contradicting_cursor_is_refused(start: Cursor, found: str) -> None:
@@ -328,9 +329,3 @@ def test_failed_block_is_not_end() -> None:
         with pytest.raises(OSError, match="gone"):
             take(packer, 2)
     assert packer.cursor == BEGINNING
-
-
-def test_empty_sequence_is_refused() -> None:
-    """T = 0 is refused."""
-    with pytest.raises(SpecInvalid, match="found length 0"):
-        Packer(iter(()), length=0)

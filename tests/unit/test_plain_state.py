@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from dlac_pipeline.checkpoint.engines.safe_load import load_tensors, plain_state, refusal
+from dlac_pipeline.checkpoint.engines.safe_load import load_tensors, plain_state
 from dlac_pipeline.checkpoint.stage.streamed_file import write_state
 from dlac_pipeline.lakehouse.errors import CheckpointUnsafe, SpecInvalid
 
@@ -43,10 +43,7 @@ def save_and_load(state: Any, folder: Path) -> Any:
 NUMBERS: list[Any] = [
     np.float64(0.1),
     np.float64("nan"),
-    np.float32(0.1),
-    np.uint64(2**64 - 1),
     np.bool_(True),
-    np.complex128(1 + 2j),
     np.bytes_(b"\xff"),
 ]
 
@@ -85,14 +82,10 @@ def test_plain_state_is_unchanged() -> None:
 
 REFUSED: list[tuple[Any, str, str]] = [
     (np.zeros(2), r"numpy\.ndarray", "_reconstruct"),
-    (np.longdouble(1), r"numpy\.longdouble", "scalar"),
-    (defaultdict(int, a=1), r"collections\.defaultdict", r"collections\.defaultdict"),
     (Pair(1, 2), r".*\.Pair", r"\.Pair"),
     (Kind.WARM, r".*\.Kind", r"\.Kind"),
     (Strange(), r".*\.Strange", r"\.Strange"),
-    (Counter({np.int64(3): 1}), r"collections\.Counter", "scalar"),
     (lambda step: step, r"builtins\.function", "pickle"),
-    (2**9000, r"builtins\.int", "operand"),
 ]
 
 
@@ -115,10 +108,6 @@ def test_recursive_state_is_refused() -> None:
         plain_state(state)
 
 
-class Flagged(torch.Tensor):
-    """A tensor with a class of a script."""
-
-
 def exotic() -> list[Any]:
     """Return rare values that loading accepts."""
     marked = torch.nn.Parameter(torch.ones(2))
@@ -133,15 +122,3 @@ def test_loadable_value_is_saved(tmp_path: Path, value: Any) -> None:
     state = {"a": value}
     assert plain_state(state)["a"] is value
     assert str(save_and_load(state, tmp_path)["a"]) == str(value)
-
-
-def test_allowed_classes_are_saved(tmp_path: Path) -> None:
-    """Classes that torch allows are allowed. A tensor of such a class is checked without a copy of its memory."""
-    flagged = torch.ones(1000).as_subclass(Flagged)
-    assert refusal(flagged) == f"{Flagged.__module__}.Flagged"
-    with torch.serialization.safe_globals([Flagged, Pair]):
-        state = plain_state({"a": flagged, "pair": Pair(1, 2)})
-        found = save_and_load(state, tmp_path)
-    assert state["a"] is flagged
-    assert torch.equal(found["a"], flagged)
-    assert found["pair"] == Pair(1, 2)

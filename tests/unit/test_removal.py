@@ -104,20 +104,3 @@ def test_failed_removal_is_retried_and_logged_once(store: Store, caplog: pytest.
     retention.committed(store.row(8), [])
     wait_for_removals()
     assert store.tries == tries  # nothing is left, and left-over folders are listed once
-
-
-def test_unlistable_store_is_swept_later(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Left-over folders are looked for until a listing succeeds."""
-    retention = store.retention(2)
-    with monkeypatch.context() as patched:
-        patched.setattr(StoreFiles, "children", _refuse)
-        retention.committed(store.row(2), [])
-        wait_for_removals()
-    assert store.existing == [0, 1, 2]
-    retention.committed(store.row(3), [])
-    wait_for_removals()
-    assert store.existing == [2, 3]
-
-
-def _refuse(*_: object) -> list[str]:
-    raise StoreUnavailable("permission denied")

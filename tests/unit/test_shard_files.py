@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
 from dlac_pipeline import DistributedState
 from dlac_pipeline.checkpoint.stage.copies import Copies, CopyMemory, Direct, Writer
-from dlac_pipeline.checkpoint.stage.streamed_file import DTYPES, TensorFile, write_state
-from dlac_pipeline.extensions.deepspeed.deepspeed_state import moments_in
+from dlac_pipeline.checkpoint.stage.streamed_file import DTYPES
 from dlac_pipeline.extensions.exchange.weights import state_of, weights_of
 from dlac_pipeline.lakehouse.errors import CheckpointError
 
@@ -118,15 +115,6 @@ def test_nested_optimizer_state_is_restored(tmp_path: Path) -> None:
         state_of("dcp", tmp_path, scratch=tmp_path)
 
 
-def test_wrapped_names_of_moments_are_found(tmp_path: Path) -> None:
-    """DeepSpeed's conversion keeps the name that `torch.compile` gave a parameter."""
-    folder = tmp_path / "zero" / "_orig_mod.weight"
-    folder.mkdir(parents=True)
-    torch.save({"param": torch.ones(4)}, folder / "exp_avg.pt")
-    torch.save({}, tmp_path / "zero" / "optimizer_state.pt")
-    assert moments_in(tmp_path, {"weight": torch.ones(2, 2)})["state.weight.exp_avg"].shape == (2, 2)
-
-
 class Tied(nn.Module):
     """A layer under two names."""
 
@@ -145,36 +133,3 @@ def test_shared_memory_is_stored_once(tmp_path: Path) -> None:
         model.register_buffer(name, view)
     DistributedState(model=model).save(tmp_path, Direct().write)
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 610_000
-
-
-@pytest.mark.parametrize("length", [0, 4, 100])
-def test_truncated_tensors_are_refused(tmp_path: Path, length: int) -> None:
-    """A file that passed no digest ends in an error of DLAC, which names the folder."""
-    DistributedState(model=nn.Linear(3, 1)).save(tmp_path, Direct().write)
-    with (tmp_path / TENSORS).open("r+b") as stream:
-        stream.truncate(length)
-    with pytest.raises(CheckpointError, match=str(tmp_path)):
-        DistributedState(model=nn.Linear(3, 1)).load(tmp_path, saved_world_size=1)
-
-
-def test_file_equals_that_of_the_library(tmp_path: Path) -> None:
-    """Header and content equal the output of the library's function for a usual model."""
-    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.Linear(2, 2, dtype=torch.bfloat16))
-    ours, theirs = tmp_path / "ours.safetensors", tmp_path / "theirs.safetensors"
-    write_state(TensorFile(model.state_dict(), {"format": "pt"}), ours)
-    save_file(model.state_dict(), theirs, {"format": "pt"})
-    contents = [split_file(path) for path in (ours, theirs)]
-    assert contents[0] == contents[1]
-
-
-def test_types_are_those_of_the_library() -> None:
-    """A new version of the library may have more of them."""
-    assert {name: dtype for dtype, name in DTYPES.items()} == safetensors.torch._TYPES
-
-
-def split_file(path: Path) -> tuple[Any, bytes]:
-    """Return the header and the content of a safetensors file."""
-    raw = path.read_bytes()
-    length = int.from_bytes(raw[:8], "little")
-    assert length % 8 == 0
-    return json.loads(raw[8 : 8 + length]), raw[8 + length :]

@@ -332,23 +332,6 @@ def _check_read(model: Model, plans: dict[str, UnitTable]) -> None:
 
 
 @EXAMPLES
-@given(queues(), cut_settings())
-def test_key_groups_stay_level(
-    queue: tuple[dict[str, UnitTable], list[tuple[str, int]]], settings: CutSettings
-) -> None:
-    """After every pass over any plans no key group was dealt more than one row more than another."""
-    plans, upcoming = queue
-    order = SourceOrder(fresh(upcoming, settings), plans, settings)
-    order.available()
-    dealt = np.zeros(settings.key_groups, dtype=np.int64)
-    for pass_index in range(sum(passes for _, passes in upcoming)):
-        opened = order.open_cut_of(pass_index)
-        assert list(opened.dealt_before) == dealt.tolist()
-        dealt = dealt + order.cut_of(pass_index).dealt
-        assert dealt.max() - dealt.min() <= 1
-
-
-@EXAMPLES
 @given(unit_tables(), cut_settings())
 def test_slices_tile_units_with_dead_rows(units: UnitTable, settings: CutSettings) -> None:
     """The slices of a unit have no gap or overlap, and a slice inside it begins with a live row."""

@@ -11,7 +11,6 @@ from threading import Barrier
 import pytest
 
 from dlac_pipeline.checkpoint.store import Tiers
-from dlac_pipeline.extensions.deepspeed.deepspeed_state import make_recorder
 from dlac_pipeline.lakehouse.durable_io import write_durably
 from dlac_pipeline.lakehouse.errors import StoreUnavailable
 from dlac_pipeline.lakehouse.iceberg.file_io import DurableFileIO
@@ -66,22 +65,6 @@ def test_only_run_folder_content_is_made(tmp_path: Path, gone: str) -> None:
     with pytest.raises(StoreUnavailable, match=f"no folder '{tmp_path / gone / 'r'}'.* mount it"):
         tiers.make(name) if gone == "near" else tiers.put(source, name, "state.pt")
     assert list((tmp_path / gone).iterdir()) == []
-
-
-def test_deepspeed_needs_checkpoint_folder(tmp_path: Path) -> None:
-    """DeepSpeed makes folders itself. In a missing checkpoint folder it makes none, and records a failure."""
-    pytest.importorskip("deepspeed")
-    folder = tmp_path / "attempt-0001" / "step-000000010-abcd"
-    recorder = make_recorder(folder, lambda path, state: None)
-    recorder.makedirs(str(folder / "deepspeed"), exist_ok=True)
-    assert isinstance(recorder.failure, OSError)
-    assert list(tmp_path.iterdir()) == []
-    folder.mkdir(parents=True)
-    recorder = make_recorder(folder, lambda path, state: None)
-    for path in (folder, folder / "deepspeed", folder / "deepspeed"):
-        recorder.makedirs(str(path), exist_ok=True)
-    assert recorder.failure is None
-    assert (folder / "deepspeed").is_dir()
 
 
 def test_file_is_closed_after_failed_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

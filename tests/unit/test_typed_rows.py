@@ -9,7 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlac_pipeline.lakehouse.errors import LedgerError
@@ -112,6 +112,7 @@ def test_every_kind_survives_round_trip() -> None:
     assert [replace(row, seq=0) for row in parsed] == ROWS
 
 
+@settings(max_examples=30)
 @given(
     st.builds(
         AdvanceRow,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -14,38 +13,12 @@ from dlac_pipeline.lakehouse.variables import check_pyiceberg
 from dlac_pipeline.spec.launch_spec import LaunchSpec
 
 
-@pytest.mark.parametrize(
-    ("name", "advice"),
-    [
-        ("PYICEBERG_CATALGO__P__URI", "unset it"),
-        ("PYICEBERG_MAX_WORKER", "did you mean 'PYICEBERG_MAX_WORKERS'"),
-        ("PYICEBERG_CATALOG_P__URI", "unset it"),
-    ],
-)
-def test_ignored_variable_is_named(name: str, advice: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_ignored_variable_is_named(caplog: pytest.LogCaptureFixture) -> None:
     """A warning names a variable that PyIceberg ignores, once in a process."""
     for _ in range(2):
-        check_pyiceberg({name: "x", "PYICEBERG_CATALOG__P__URI": "x", "PYICEBERG_HOME": "x"})
+        check_pyiceberg({"PYICEBERG_MAX_WORKER": "x", "PYICEBERG_HOME": "x"})
     (message,) = caplog.messages
-    assert repr(name) in message
-    assert advice in message
-
-
-def test_ignored_option_variable_is_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """A warning names a PET_ variable that torchrun ignores. Others count."""
-    monkeypatch.setenv("PET_NPROC_PER_NOD", "8")
-    monkeypatch.setenv("PET_MAX_RESTARTS", "2")
-    found = launch_settings([], os.environ, LaunchSpec(script="x.py"), "r")
-    assert found == {"max_restarts": 2}
-    assert "did you mean 'PET_NPROC_PER_NODE'" in caplog.text
-
-
-@pytest.mark.parametrize("value", ["many", "-1", "1.5", ""])
-@pytest.mark.parametrize("name", ["MAX_WORKERS", "MANIFEST_CACHE_SIZE", "LEGACY_CURRENT_SNAPSHOT_ID"])
-def test_unreadable_value_is_refused(name: str, value: str) -> None:
-    """PyIceberg raises for such values at its import, or in the middle of a command."""
-    with pytest.raises(SpecInvalid, match=f"PYICEBERG_{name}, found '{value}'"):
-        check_pyiceberg({f"PYICEBERG_{name}": value})
+    assert "did you mean 'PYICEBERG_MAX_WORKERS'" in message
 
 
 @pytest.mark.parametrize("name", ["s3.endpont", "S3.ENDPOINT", "s3_endpoint", "s3.access-key", "warehose"])
@@ -57,7 +30,6 @@ def test_misspelled_property_is_refused(name: str) -> None:
 
 
 LAUNCH = LaunchSpec(script="train.py")
-SEVERAL = LaunchSpec(script="train.py", nodes="2:4", rendezvous="node-1:29400")
 
 
 def settings(*options: str, launch: LaunchSpec = LAUNCH, **variables: str) -> dict[str, Any]:
@@ -95,20 +67,11 @@ def test_options_outweigh_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings("--nnodes", "2", PET_NNODES="3", PET_NPROC_PER_NODE="4")["nodes"] == "2"
 
 
-def test_ranks_per_node_follow_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job of several nodes keeps its nodes if only the number of ranks is given."""
-    assert settings("--nproc-per-node", "2", launch=SEVERAL) == {"nproc_per_node": 2}
-    assert settings("--nnodes", "1", "--nproc-per-node", "2", launch=SEVERAL) == {"nodes": "", "world_size": 2}
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--tee", "3"], "--tee"),
-        (["--no-such-option"], "no-such-option"),
-        (["other.py"], "other.py"),
         (["--rdzv-id", "x"], "--rdzv-id = 'r'"),
-        (["--rdzv-conf", "is_host=1"], "is_host"),
         (["--nproc-per-node", "many"], "many"),
     ],
 )

@@ -131,15 +131,6 @@ def test_written_file_matches_digest(tmp_path: Path, direct: bool, numbers: int)
     assert found["lr"] == 0.1
 
 
-def test_tensors_cross_buffer_ends(tmp_path: Path) -> None:
-    """Tensors of odd sizes are loaded bit for bit, from a memory map too."""
-    state = [torch.randint(0, 255, (3_000_017 * (1 + n % 3),), dtype=torch.uint8) for n in range(7)]
-    write_state(state, tmp_path / "state.pt")
-    for mapped in (False, True):
-        found = torch.load(tmp_path / "state.pt", mmap=mapped)
-        assert all(torch.equal(one, other) for one, other in zip(found, state, strict=True))
-
-
 def test_existing_file_is_not_overwritten(tmp_path: Path) -> None:
     """An existing file is an error, and does not change."""
     (tmp_path / "state.pt").write_bytes(b"mine")
