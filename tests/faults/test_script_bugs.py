@@ -131,27 +131,6 @@ def test_unexplained_deaths_end_without_progress(campaign: Arena, bug: str, atte
 
 
 @pytest.mark.soak
-def test_failure_event_names_script(campaign: Arena) -> None:
-    """The event has the rank, the line of the script and the user's frames, also if its peers exit before that rank."""
-    settings: dict[str, Any] = {
-        "world_size": 2,
-        "every_steps": 50,
-        "bug": "rank_1",
-        "at": 2,
-        "env": {"EXITS_SLOWLY": "1"},
-    }
-    launch = campaign.launch(campaign.spec("names-script", "train_raising.py", **settings, attempts_without_progress=1))
-    launch.wait()
-    failure = launch.of("failure")[0]
-    assert failure["cause"] == "rank 1 died of NameError: name 'undefined_name' is not defined"
-    assert failure["rank"] == 1
-    assert failure["where"].partition(":")[0].endswith("train_raising.py")
-    assert "undefined_name" in failure["traceback"]
-    assert "runpy" not in failure["traceback"]
-    assert failure["log"].endswith("rank-00001.log")
-
-
-@pytest.mark.soak
 def test_failure_after_last_batch_is_reported(campaign: Arena) -> None:
     """The run is finished in the ledger. The launch ends with the script's error, and not with success."""
     run = "bug-afterwards"

@@ -87,17 +87,6 @@ def test_printed_text_does_not_end_training(caplog: pytest.LogCaptureFixture) ->
     assert [record.args for record in caplog.records] == [("loading",), ("[]",), ("7",), ("b'\\xff'",)]
 
 
-@pytest.mark.soak
-def test_failed_display_does_not_end_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Dagster's storage is unavailable. The outcome of the run is returned nevertheless, and unshown events are logged."""
-
-    def fail_storage(event: dict[str, Any]) -> None:
-        raise OSError("the database is away")
-
-    assert supervise_launch(failing_request(tmp_path), fail_storage)["kind"] == "CatalogUnreachable"
-    assert "the event error could not be shown, training continues: the database is away" in caplog.text
-
-
 def test_interruption_during_display_ends_run(tmp_path: Path) -> None:
     """The interruption is an exception at any point of the process. A listener for cancellations is called."""
     requests: list[str] = []
