@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from tests.conftest import Arena
 
 
+@pytest.mark.slow
 def test_attempts_without_commit_end_run(campaign: Arena) -> None:
     """Two attempts without a commit end in one status with the script's error. The incidents list both."""
     settings: dict[str, Any] = {"attempts_without_progress": 2, "deaths_at_same_rows": 0, "dies_at": 1}
@@ -44,6 +45,7 @@ def test_bad_input_ends_at_once(campaign: Arena, changes: dict[str, Any], code: 
     assert campaign.rows("bad-input") == []
 
 
+@pytest.mark.slow
 def test_missing_preload_ends_run_at_once(campaign: Arena) -> None:
     """Another attempt would import the same module."""
     launch = campaign.launch(campaign.spec("no-preload", preload=["no_such_module"]))

@@ -106,6 +106,7 @@ def test_notice_makes_one_checkpoint(campaign: Arena, to: str, notice: str) -> N
     assert finish_exactly(campaign, run).of("attempt")[0]["step"] == preempted["step"]
 
 
+@pytest.mark.slow
 def test_stop_before_training_is_no_failure(campaign: Arena) -> None:
     """A run that is stopped before its first step, and trained later, has no incident."""
     run = "stopped-early"

@@ -14,6 +14,7 @@ from benchmarks.gpu_parts.page import page_of
 from benchmarks.results.record import record
 
 
+@pytest.mark.slow
 def test_result_is_kept_if_program_prints_figures(tmp_path: Path) -> None:
     """A missed bar is kept. A program that prints no figures leaves the earlier result."""
     file = tmp_path / "one.json"

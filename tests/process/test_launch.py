@@ -32,7 +32,7 @@ from dlac_pipeline.supervise.ranks import local_ranks
 from dlac_pipeline.supervise.ranks.local_ranks import RankGroup
 from dlac_pipeline.supervise.ranks.rank_starter import RankStarter
 from tests.conftest import wait_until
-from tests.forked import NEW_FORK_SERVER
+from tests.forked import NEW_FORK_SERVER, Forked
 from tests.small_records import small_spec
 
 STARTS = ["fork", pytest.param("spawn", marks=pytest.mark.soak)]
@@ -271,6 +271,7 @@ def test_scripts_end_as_in_python(tmp_path: Path, start: str) -> None:
     assert [(tmp_path / f"ended-{rank}").read_text() for rank in range(4)] == ["thread exit"] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", STARTS)
 def test_scripts_start_as_in_python(tmp_path: Path, start: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Arguments are not changed, and a module next to the script hides a library of the same name.
@@ -306,13 +307,13 @@ assert os.read(0, 1) == b""
 @pytest.mark.parametrize("start", STARTS)
 def test_stop_during_start_starts_nothing(tmp_path: Path, start: str) -> None:
     """No rank starts after the end of its group, and the stop does not wait for imports."""
-    (tmp_path / "slow_library.py").write_text("import time\ntime.sleep(5)")
+    (tmp_path / "slow_library.py").write_text("import time\ntime.sleep(1)")
     script = "from pathlib import Path\nPath(__file__).with_name('began').touch()"
     with run_ranks(spec_of(tmp_path, script, start=start, preload=["slow_library"]), tmp_path, ranks=2) as ranks:
         ranks.request_stop()
         assert ranks.all_exited()
         assert [failure.code for failure in ranks.failures()] == [-signal.SIGTERM] * 2
-    time.sleep(3)
+    time.sleep(1.5)
     assert not (tmp_path / "began").exists()
     assert children("dlac r rank") == children("fork.?server") == []
 
@@ -346,7 +347,7 @@ def test_everything_ends_with_supervisor(tmp_path: Path, start: str) -> None:
     spec = spec_of(tmp_path, PARENT, start=start)
     (tmp_path / "supervisor.py").write_text(SUPERVISOR)
     command = [sys.executable, str(tmp_path / "supervisor.py"), spec.model_dump_json(), str(tmp_path)]
-    supervisor = subprocess.Popen(command)
+    supervisor = Forked(command)
     file = tmp_path / "child"
     wait_until(lambda: file.exists() and bool(file.read_text()), what="the rank's child")
     child, rank = int(file.read_text()), int(pid_file(tmp_path, 0).read_text())

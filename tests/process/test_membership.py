@@ -224,6 +224,7 @@ def test_node_of_latest_attempt_leads(start: Callable[..., NodeHeartbeat]) -> No
     assert veteran.leads
 
 
+@pytest.mark.slow
 def test_spare_is_admitted_later(start: Callable[..., NodeHeartbeat]) -> None:
     """A node beyond the maximum number waits while its peers train, and replaces a lost one."""
     settings = launch("2", timeout_s=3)
@@ -292,13 +293,14 @@ def test_offer_of_dead_node_is_ignored(start: Callable[..., NodeHeartbeat]) -> N
 def test_newcomer_makes_room_to_grow(start: Callable[..., NodeHeartbeat]) -> None:
     """A leader knows that with the waiting node the run would have more ranks. The members of its round are none."""
     leader, _ = meet(start, launch("1:3"))
-    until = time.monotonic() + 1.5
+    until = time.monotonic() + 0.8
     while time.monotonic() < until:
         assert not leader.leadership.could_grow
     start(launch("1:3"), batch_size=6).seek(offer("b"))
     wait_until(lambda: leader.leadership.could_grow, what="the newcomer")
 
 
+@pytest.mark.slow
 def test_lost_store_cuts_nodes_off() -> None:
     """A node without its store knows that it is cut off, although its main thread waits."""
     store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
@@ -310,6 +312,7 @@ def test_lost_store_cuts_nodes_off() -> None:
     beat.close(leaves=False)
 
 
+@pytest.mark.slow
 def test_excluded_node_is_cut_off(start: Callable[..., NodeHeartbeat]) -> None:
     """A node that is not in its peers' new round stops training."""
     settings = launch("1:2", timeout_s=3)
