@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def test_checkpoints_follow_clock(campaign: Arena) -> None:
     """Two ranks save the same steps after a time has passed. One of every N steps is kept."""
     run = "timed"
-    clock = {"every_steps": None, "every_s": 1.0, "keep_last": 1, "keep_every_steps": 20}
+    clock: dict[str, Any] = {"every_steps": None, "every_s": 1.0, "keep_last": 1, "keep_every_steps": 20}
     launch = campaign.launch(campaign.spec(run, passes=1, pause_s=0.12, **clock))
     assert launch.wait() == 0, launch.stderr
     checkpoints = launch.of("checkpoint")
