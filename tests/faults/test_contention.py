@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sqlite3
 import subprocess
 import sys
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -141,6 +138,7 @@ def test_runs_commit_while_upkeep_never_stops(tmp_path: Path, start: Start, cata
     assert len(list(lakehouse.own("consumption").scan().plan_files())) < 3 * MIN_FILES
 
 
+@pytest.mark.slow
 def test_first_commits_race_to_make_tables(tmp_path: Path, start: Start) -> None:
     """In an empty lakehouse all processes repeatedly make the same ledger, and none loses its rows."""
     times, runs = 2, ("a", "b", "c")
@@ -187,16 +185,15 @@ def test_catalog_outage_costs_no_checkpoint(arena: Arena, monkeypatch: pytest.Mo
     impatient = arena.lakehouse.config.model_copy(update={"uri": f"sqlite:///{database}?timeout=0.1"})
     spec = arena.spec("r", world_size=1, passes=1).model_copy(update={"lakehouse": impatient})
     locker = sqlite3.connect(database, isolation_level=None, timeout=60)
-    pause = dlac_pipeline.lakehouse.retrying.pause_s
     refused: list[str] = []
 
-    def pause_in_rename(state: Any, **limits: float) -> float:
+    def pause_briefly(state: Any, **limits: float) -> float:
         refused.append(str(state.outcome.exception()))
         if len(refused) % 3 == 0:
             locker.execute("ROLLBACK")
-        return pause(state, **limits)
+        return 0.0
 
-    monkeypatch.setattr(dlac_pipeline.lakehouse.retrying, "pause_s", pause_in_rename)
+    monkeypatch.setattr(dlac_pipeline.lakehouse.retrying, "pause_s", pause_briefly)
     with closing(locker), arena.training_run(spec) as run:
         run.restore(dlac.TorchState(model=torch.nn.Linear(1, 1)))
         for batch in run.batches():
@@ -208,28 +205,3 @@ def test_catalog_outage_costs_no_checkpoint(arena: Arena, monkeypatch: pytest.Mo
     assert [row.step for row in arena.rows("r", CheckpointRow)] == [10, 19]
     assert sorted(row for rows in arena.recorded("r").values() for row in rows) == list(range(600))
     check_ledger(arena.lakehouse)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("instead", ["a folder", "nothing"])
-def test_rank_dies_during_catalog_outage(campaign: Arena, instead: str) -> None:
-    """Ranks that start without the catalog's file, as on a lost mount, wait for the file, and make no new one."""
-    run = f"away-{instead.replace(' ', '-')}"
-    launch = campaign.launch(campaign.spec(run, passes=1, batch_size=64, every_steps=5, pause_s=0.1))
-    launch.wait_for("checkpoint", 2)
-    file = campaign.home / "catalog.db"
-    with closing(sqlite3.connect(file, isolation_level=None, timeout=60)) as between_commits:
-        between_commits.execute("BEGIN EXCLUSIVE")
-        aside = file.rename(file.with_suffix(".aside"))
-        if instead == "a folder":
-            file.mkdir()
-        between_commits.execute("ROLLBACK")
-    os.kill(launch.of("attempt")[0]["pids"][1], signal.SIGKILL)
-    time.sleep(4.0)
-    if instead == "a folder":
-        file.rmdir()
-    aside.replace(file)
-    assert launch.wait() == 0, launch.stderr
-    assert launch.of("recovered")
-    assert sorted(chain(*campaign.recorded(run).values())) == list(range(2000))
-    check_ledger(campaign.lakehouse)

@@ -52,6 +52,7 @@ def spec(arena: Arena, run: str, *, world_size: int, per_reader: int, **params: 
     return parse_spec(raw, origin="the test").resolved(arena.home)
 
 
+@pytest.mark.slow
 def test_ranks_of_a_coordinate_count_once(documents: Arena) -> None:
     """Two readers of two ranks each lose a rank, and four readers train on: rows and losses are those of two ranks alone."""
     run, whole = "shared", "alone"
@@ -81,14 +82,14 @@ def test_ranks_of_a_coordinate_count_once(documents: Arena) -> None:
     ]
 
 
-def test_lost_steps_have_readers(documents: Arena) -> None:
+def test_lost_steps_have_readers(arena: Arena) -> None:
     """The job spec of an attempt shows how many ranks read one share of a step that no checkpoint has."""
-    folder = documents.home / "lost"
+    folder = arena.home / "lost"
     folder.mkdir()
-    job = spec(documents, "lost", world_size=4, per_reader=2)
+    job = spec(arena, "lost", world_size=4, per_reader=2)
     (folder / "spec.json").write_text(job.model_dump_json())
     claims = [ClaimRow(attempt=1, launch_folder=str(folder))]
-    assert ranks_of_attempt(documents.lakehouse, claims, "lost", 1) == (4, 2)
+    assert ranks_of_attempt(arena.lakehouse, claims, "lost", 1) == (4, 2)
 
 
 def _consumed(arena: Arena, run: str) -> int:

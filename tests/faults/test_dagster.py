@@ -12,7 +12,6 @@ from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.dagster.assets.training import POOL
 from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG
 from dlac_pipeline.dagster.training_runs import model_key
-from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
 from examples.demo.live_run import LiveRun
 from examples.demo.local_dagster import LocalDagster
 from tests.conftest import Arena, wait_until
@@ -30,7 +29,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries cau
 STEPS = 50
 RUNS: dict[str, dict[str, Any]] = {
     "dagster-dagster": {"steps": STEPS, "pause_s": 0.05},
-    "dagster-supervisor": {"pause_s": 0.05},
     "observed": {"passes": 1},
     "hopeless-dagster": {"columns": ["no_such_column"]},
 }
@@ -74,25 +72,6 @@ def test_run_of_new_file_is_recovered(campaign: Arena, dagster: LocalDagster) ->
     run_id, processes = train_to(dagster, spec)
     processes[0].kill()
     check_healed(campaign, dagster, spec, run_id)
-
-
-@pytest.mark.soak
-def test_killed_supervisor_is_replaced_at_once(campaign: Arena, dagster: LocalDagster) -> None:
-    """SIGKILL of the supervisor: its ranks exit, and the same Dagster run starts another supervisor, which finishes exactly."""
-    spec = campaign.spec("dagster-supervisor", **RUNS["dagster-supervisor"])
-    live = LiveRun(spec.checkpoint.store, spec.run)
-    run_id = dagster.train(spec.run)
-    wait_for_step(live, dagster, run_id, 25)
-    supervisor = live.supervisor()
-    assert supervisor is not None
-    doomed = [supervisor, *supervisor.children(recursive=True)]
-    supervisor.kill()
-    wait_until(lambda: have_ended(doomed), what="the end of all its processes")
-    assert dagster.wait(run_id).status == dg.DagsterRunStatus.SUCCESS
-    assert [each.noticed_by for each in recoveries_of(campaign.lakehouse, spec.run)] == ["Dagster run"]
-    assert audit_run(campaign.lakehouse, spec.run).exact
-    assert campaign.losses(spec.run) == campaign.losses("reference")
-    assert campaign.journal(spec.run) == campaign.journal("reference")
 
 
 @pytest.mark.soak

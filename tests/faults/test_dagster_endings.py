@@ -12,7 +12,6 @@ import dagster as dg
 import pytest
 from dagster._core.errors import DagsterUserCodeUnreachableError
 
-from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.dagster.failures import NO_RECOVERY_TAG, PREEMPTED_TAG, STEPPED_ASIDE_TAG
 from dlac_pipeline.lakehouse.ledger.typed_rows import ClaimRow
 from dlac_pipeline.supervise.liveness.launch_liveness import is_lock_held
@@ -34,7 +33,7 @@ SLOW: dict[str, Any] = {"pause_s": 0.05}
 ONE_CHECKPOINT: dict[str, Any] = {"pause_s": 0.05, "every_steps": 1000, "deadline_s": 15.0}
 RUNS: dict[str, dict[str, Any]] = {
     "cancelled": ONE_CHECKPOINT,
-    **dict.fromkeys(("preempted", "drained", "terminated", "code-server"), SLOW),
+    **dict.fromkeys(("preempted", "drained", "terminated"), SLOW),
     "unreachable": ONE_CHECKPOINT,
     "twice": {"pause_s": 0.3},  # so that the first recovery still trains when the second starts, even on a busy node
     "doubled": {"pause_s": 0.3},
@@ -110,21 +109,6 @@ def test_ended_run_is_resumed(
     assert tag is None or ended.tags[PREEMPTED_TAG] == tag
     wait_until(lambda: have_ended(processes), what="the end of all its processes", within_s=30)
     check_healed(campaign, dagster, spec, run_id)
-
-
-@pytest.mark.soak
-def test_killed_code_server_ends_no_training(campaign: Arena, dagster: LocalDagster) -> None:
-    """SIGKILL of the code server alone: whether or not Dagster loses the run, one trainer finishes it."""
-    spec = campaign.spec("code-server", **RUNS["code-server"])
-    run_id, processes = train_to(dagster, spec)
-    server = processes[0].parent()
-    assert server is not None
-    server.kill()
-    ended = dagster.wait(run_id, timeout_s=180)
-    if ended.status == dg.DagsterRunStatus.FAILURE:
-        check_healed(campaign, dagster, spec, run_id)
-    assert audit_run(campaign.lakehouse, spec.run).finished
-    assert campaign.losses(spec.run) == campaign.losses("reference")
 
 
 @pytest.mark.soak

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from tests.conftest import Arena
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [pytest.param("synchronous", marks=pytest.mark.soak), "asynchronous"])
 def test_full_store_ends_run_without_loss(campaign: Arena, small_disk: Path, mode: str) -> None:
     """The run ends with `StoreUnavailable` after its last committed checkpoint. With more space it finishes, exact."""
@@ -32,12 +33,3 @@ def test_full_store_ends_run_without_loss(campaign: Arena, small_disk: Path, mod
     assert campaign.rows(run, QuarantinedCheckpointRow) == []
     assert campaign.journal(run) == campaign.journal("reference")
     assert campaign.losses(run) == campaign.losses("reference")
-
-
-@pytest.mark.soak
-def test_full_store_under_deepspeed_blocks_no_rank(campaign: Arena, small_disk: Path) -> None:
-    """DeepSpeed's save ends in a barrier. A rank that cannot write must reach it, and vote against the commit."""
-    spec = campaign.spec("ds-full", "train_deepspeed.py", store=str(small_disk), every_steps=2, hang_timeout_s=60.0)
-    launch = campaign.launch(spec)
-    assert launch.wait() == 74, launch.events[-3:]
-    assert launch.of("error")[0]["kind"] == "StoreUnavailable"

@@ -4,29 +4,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from dlac_pipeline.lakehouse.ledger.commits import claim
-from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
-from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow
 
 if TYPE_CHECKING:
     from tests.conftest import Arena
 
 
-@pytest.mark.soak
-def test_two_recoveries_train_once(campaign: Arena) -> None:
-    """Two launches recover the same failed attempt at once. One trains to the end, and its rival steps aside."""
-    run = "recovered-twice"
-    claim(Ledger(campaign.lakehouse), run, nonce="dead", replaces=0)
-    spec = campaign.spec(run, passes=1, world_size=1)
-    launches = [campaign.launch(spec, replaces=1, takeover=True) for _ in range(2)]
-    assert sorted(launch.wait() for launch in launches) == [0, 83]
-    (loser,) = (launch for launch in launches if launch.process.returncode)
-    assert loser.of("error")[0]["kind"] == "SteppedAside"
-    assert [row.attempt for row in campaign.rows(run, ClaimRow)] == [1, 2]
-    assert sorted(row for rows in campaign.journal(run).values() for row in rows) == list(range(2000))
-
-
+@pytest.mark.slow
 def test_attempts_without_commit_end_run(campaign: Arena) -> None:
     """Two attempts without a commit end in one status with the script's error. The incidents list both."""
     settings: dict[str, Any] = {"attempts_without_progress": 2, "deaths_at_same_rows": 0, "dies_at": 1}
@@ -61,27 +45,13 @@ def test_bad_input_ends_at_once(campaign: Arena, changes: dict[str, Any], code: 
     assert campaign.rows("bad-input") == []
 
 
+@pytest.mark.slow
 def test_missing_preload_ends_run_at_once(campaign: Arena) -> None:
     """Another attempt would import the same module."""
     launch = campaign.launch(campaign.spec("no-preload", preload=["no_such_module"]))
     assert launch.wait() == 64
     assert [event["kind"] for event in launch.of("error")] == ["ScriptInvalid"]
     assert len(launch.of("failure")) == 1
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("mode", ["synchronous", "asynchronous"])
-def test_unloadable_state_fails_first_checkpoint(campaign: Arena, mode: str) -> None:
-    """It is bad input at all ranks, and its place is named. Nothing is committed, and no other attempt starts."""
-    run = f"array-{mode}"
-    launch = campaign.launch(campaign.spec(run, mode=mode, array=True))
-    assert launch.wait() == 64, (launch.events[-3:], launch.stderr)
-    (error,) = launch.of("error")
-    assert error["kind"] == "SpecInvalid"
-    assert "found numpy.ndarray at optimizer" in error["message"]
-    assert "schedule" in error["message"]
-    assert len(launch.of("attempt")) == 1
-    assert campaign.rows(run, CheckpointRow) == []
 
 
 def test_unreachable_catalog_ends_at_once(campaign: Arena) -> None:

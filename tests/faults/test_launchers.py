@@ -20,7 +20,7 @@ import yaml
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.extensions.look.run_state import run_status
 from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
-from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow, FinishRow
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, FinishRow
 from tests.conftest import PROGRAMS, wait_until
 from tests.faults.test_preemption import check_gone, metadata_server
 from tests.ports import own_port
@@ -178,21 +178,6 @@ def test_relaunch_by_torchrun_leaves_incident(campaign: Arena) -> None:
     assert (first.down_s, second.down_s) == (0.0, second.detect_s)
     assert second.recovered_s == second.total_s - second.detect_s > 0
     assert audit_run(campaign.lakehouse, run).exact
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("script", ["train_tiny.py", "train_deepspeed.py"])
-def test_torchrun_relaunches_killed_ranks(campaign: Arena, script: str) -> None:
-    """Two ranks are killed. Each restart is an attempt that replaces the one before, and the run finishes exactly."""
-    run = f"relaunched-{script}"
-    with launch_under(campaign, "torchrun", run, script=script, max_restarts=2, pause_s=0.05) as launch:
-        for attempt in (1, 2):
-            wait_until(partial(_commits, campaign, run, attempt), what=f"a checkpoint of attempt {attempt}")
-            os.kill(launch.ranks()[-1].pid, signal.SIGKILL)
-        assert launch.process.wait(timeout=200) == 0, launch.log.read_text()[-3000:]
-    assert [row.attempt for row in campaign.rows(run, ClaimRow)] == [1, 2, 3]
-    assert sorted(row for rows in campaign.journal(run).values() for row in rows) == list(range(2000))
-    assert campaign.rows(run, FinishRow)
 
 
 def _commits(campaign: Arena, run: str, attempt: int) -> bool:

@@ -8,9 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -167,6 +165,7 @@ def nodes(campaign: Arena) -> Iterator[Callable[..., Nodes]]:
         campaign.close()
 
 
+@pytest.mark.slow
 def test_lost_node_costs_two_batches(nodes: Callable[..., Nodes]) -> None:
     """A node is lost with its memory, and replaced by one with empty memory. The checkpoint's files are destroyed."""
     run = nodes("memory-nodes", memory_waits=True)
@@ -206,46 +205,6 @@ def test_each_loss_costs_two_batches(nodes: Callable[..., Nodes], who: str, what
     run.check_replayed()
 
 
-@pytest.mark.parametrize(
-    "waits", [pytest.param(True, marks=pytest.mark.slow), pytest.param(False, marks=pytest.mark.soak)]
-)
-def test_hung_buddy_takes_no_copy(nodes: Callable[..., Nodes], waits: bool) -> None:
-    """With `memory_waits` no step is trained while a buddy takes no copy: two batches are repeated.
-
-    Without it training continues with the states that both have, and the last of them is taken.
-    """
-    run = nodes(f"memory-hangs-{waits:d}", memory_waits=waits, every_steps=1000, pause_s=0.02 if waits else 0.05)
-    run.start("a", "b")
-    run.wait_for_copies(3)
-    other = next(name for name in run.launches if name != run.leader())
-    os.kill(run.launches[other].process.pid, signal.SIGSTOP)
-    if waits:
-        time.sleep(0.7)
-    else:
-        run.launches[run.leader()].wait_for("failure")
-    run.lose(other)
-    run.start("c")
-    run.check_finished()
-    assert run.claims() == [0, 1]
-    if waits:
-        run.check_replayed()
-
-
-@pytest.mark.soak
-def test_all_supervisors_are_killed(nodes: Callable[..., Nodes]) -> None:
-    """Both nodes' processes are killed at once. Their memories stay, and the next launch resumes from them."""
-    run = nodes("memory-supervisors")
-    run.start("a", "b")
-    run.wait_for_copies(3)
-    for name in ("a", "b"):
-        run.launches[name].signal_all(signal.SIGKILL)
-    for name in ("a", "b"):
-        run.launches.pop(name).destroy()
-    run.start("a", "b")
-    run.check_finished()
-    assert run.claims() == [0, 1]
-
-
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("program", "changes"),
@@ -269,21 +228,6 @@ def test_smaller_world_resumes_from_memory(nodes: Callable[..., Nodes], program:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("program", ["train_tiny.py", "train_fsdp2.py", "train_deepspeed.py"])
-def test_each_node_fetches_its_parts(nodes: Callable[..., Nodes], program: str) -> None:
-    """One of three nodes is replaced. No node has all parts, and each fetches the parts that its engine reads."""
-    more = {"env": {"DS_ACCELERATOR": "cpu"}, "preload": ["deepspeed"]} if "deepspeed" in program else {}
-    run = nodes(f"memory-parts-{program[6:-3]}", program, nodes="3", stage="3", dropout=0, **more)
-    run.start("a", "b", "c")
-    run.wait_for_states(3)
-    run.lose(next(name for name in run.launches if name != run.leader()))
-    run.start("d")
-    run.check_finished()
-    assert run.claims() == [0, 1]
-    run.check_replayed()
-
-
-@pytest.mark.soak
 @pytest.mark.parametrize("who", ["next", "other"])
 def test_lost_buddy_reads_store(nodes: Callable[..., Nodes], who: str) -> None:
     """A node and its buddy are lost together: the checkpoint is read, also if any two of three nodes are lost."""
@@ -296,22 +240,3 @@ def test_lost_buddy_reads_store(nodes: Callable[..., Nodes], who: str) -> None:
     run.start("d", "e")
     run.check_finished()
     assert [claim for claim in run.claims() if claim] == []
-
-
-@pytest.mark.soak
-def test_full_memory_of_one_node(nodes: Callable[..., Nodes], small_disk: Path) -> None:
-    """A node that has no room for the state: no claim names it, and the store is read."""
-    run = nodes("memory-full-node")
-    run.start("a", "b")
-    run.wait_for_copies(27)
-    other = next(name for name in run.launches if name != run.leader())
-    run.lose(other)
-    subprocess.run(["mount", "-o", "remount,size=8k", small_disk], check=True)
-    (run.home / "full").symlink_to(small_disk)
-    run.start("full")
-    for launch in run.launches.values():
-        assert launch.wait() == 0, launch.stderr
-    assert run.claims() == [0, 0]
-    assert audit_run(run.arena.lakehouse, run.spec.run).exact
-    warnings = [event["message"] for launch in run.launches.values() for event in launch.of("warning")]
-    assert any("reads the last checkpoint" in each for each in warnings), warnings

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import pytest
 import yaml
 
-from dlac_pipeline.lakehouse.errors import NodesMissing, RunFinished, SpecInvalid
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
 from dlac_pipeline.lakehouse.ledger.typed_rows import ClaimRow
@@ -34,27 +33,6 @@ STEPS = 63
 def two_node_job(campaign: Arena, request: pytest.FixtureRequest) -> JobSpec:
     """A job for up to two nodes with one rank each. Losses have no noise, so that they can be compared."""
     return job(campaign, re.sub(r"[^\w]+", "-", request.node.name).strip("-"))
-
-
-@pytest.mark.soak
-def test_new_node_replaces_killed_node(campaign: Arena, two_node_job: JobSpec) -> None:
-    """SIGKILL of one node's supervisor and ranks: the second node resumes alone, and makes room for a new node later."""
-    leader, other = train_together(campaign, two_node_job)
-    attempts = len(leader.of("attempt"))
-    recovered = len(leader.of("recovered"))  # one if the other node started later and the first trained alone
-    other.destroy()
-    leader.wait_for("attempt", attempts + 1)
-    leader.wait_for("recovered", recovered + 1)
-    (rank,) = leader.of("attempt")[-1]["pids"]
-    os.kill(rank, signal.SIGSTOP)  # or the run may finish before the new node has started
-    new = campaign.launch(two_node_job)
-    wait_for_spare(two_node_job, Ledger(campaign.lakehouse).table_uuid)
-    os.kill(rank, signal.SIGCONT)
-    assert [leader.wait(), new.wait()] == [0, 0], (leader.stderr, new.stderr)
-    assert leader.of("rescale")[0]["cause"] == "more nodes have come"
-    assert [launch.of("ended")[0]["ending"] for launch in (leader, new)] == ["finished", "finished"]
-    check_exact(campaign, two_node_job.run, [2, 1, 2])
-    assert leader.of("recovered")[recovered]["cause"].startswith(leader.of("failure")[0]["cause"])
 
 
 @pytest.mark.slow
@@ -151,30 +129,6 @@ def test_stop_ends_all_nodes(campaign: Arena, two_node_job: JobSpec) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("what", ["loss", "stop", "end"])
-def test_spare_node_waits(campaign: Arena, what: str) -> None:
-    """One of three nodes waits while two train. It joins when one is lost, and ends with a run that finishes or is stopped."""
-    spec = job(campaign, f"spare-{what}", nodes="2", passes=20 if what == "stop" else 1)
-    leader, other = train_together(campaign, spec)
-    spare = campaign.launch(spec)
-    if what == "loss":
-        other.destroy()
-    if what == "stop":
-        wait_for_spare(spec, Ledger(campaign.lakehouse).table_uuid)
-        os.kill(leader.process.pid, signal.SIGTERM)
-    launches = [leader, spare] if what == "loss" else [leader, other, spare]
-    codes = [launch.wait() for launch in launches]
-    may_be_late = what == "end" and codes[-1] == RunFinished.exit_code  # it started after the end
-    assert not any(codes[:-1] if may_be_late else codes), [launch.stderr for launch in launches]
-    assert bool(spare.of("attempt")) == (what == "loss")
-    if what == "loss":
-        check_exact(campaign, spec.run, [2])
-    if what == "stop":
-        assert [launch.of("ended")[0]["ending"] for launch in launches] == ["stopped"] * 3
-        assert len(campaign.rows(spec.run, ClaimRow)) == 1
-
-
-@pytest.mark.soak
 @pytest.mark.parametrize("has_time", [True, False])
 @pytest.mark.parametrize("who", ["the leader", "the other"])
 def test_preempted_rank_ends_its_node(campaign: Arena, two_node_job: JobSpec, who: str, has_time: bool) -> None:
@@ -196,26 +150,6 @@ def test_preempted_rank_ends_its_node(campaign: Arena, two_node_job: JobSpec, wh
         (left,) = [each for each in recoveries_of(campaign.lakehouse, run) if each.cause.startswith("leaving: node ")]
         assert left.rows_replayed == event["lost_rows"] > 0
         assert left.work_lost_s
-
-
-@pytest.mark.soak
-def test_node_of_other_job_is_refused(campaign: Arena) -> None:
-    """Two nodes with different specs do not train together. Both report it, and nothing is claimed."""
-    spec = job(campaign, "unlike", nodes="2")
-    unlike = spec.model_copy(update={"params": {**spec.params, "noise": "1"}})
-    launches = [campaign.launch(each) for each in (spec, unlike)]
-    assert [launch.wait() for launch in launches] == [SpecInvalid.exit_code] * 2
-    assert "found another one on" in launches[0].of("error")[0]["message"]
-    assert campaign.rows("unlike") == []
-
-
-def test_too_few_nodes_are_reported(campaign: Arena) -> None:
-    """No second node joins: a clear error with a specific exit status ends the wait, and nothing is claimed."""
-    spec = job(campaign, "too-few", nodes="2", gather_timeout_s=2)
-    launch = campaign.launch(spec)
-    assert launch.wait() == NodesMissing.exit_code, launch.stderr
-    assert "expected 2 nodes" in launch.of("error")[0]["message"]
-    assert campaign.rows("too-few") == []
 
 
 @pytest.mark.soak

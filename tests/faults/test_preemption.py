@@ -106,6 +106,7 @@ def test_notice_makes_one_checkpoint(campaign: Arena, to: str, notice: str) -> N
     assert finish_exactly(campaign, run).of("attempt")[0]["step"] == preempted["step"]
 
 
+@pytest.mark.slow
 def test_stop_before_training_is_no_failure(campaign: Arena) -> None:
     """A run that is stopped before its first step, and trained later, has no incident."""
     run = "stopped-early"
@@ -116,32 +117,6 @@ def test_stop_before_training_is_no_failure(campaign: Arena) -> None:
     assert launch.of("ended")[0]["ending"] == "stopped"
     assert campaign.launch(campaign.spec(run, passes=1)).wait() == 0
     assert recoveries_of(campaign.lakehouse, run) == []
-
-
-@pytest.mark.slow
-def test_own_handler_leaves_preemption(campaign: Arena) -> None:
-    """The script has a handler of SIGTERM: it is called, and the run still stops after a checkpoint."""
-    run = "own-handler"
-    launch = campaign.launch(campaign.spec(run, own_handler=True, **TRAINING))
-    launch.wait_for("step")
-    os.kill(launch.process.pid, signal.SIGTERM)
-    assert launch.wait() == 0, launch.stderr
-    assert launch.of("ended")[0]["ending"] == "stopped"
-    assert campaign.lineage(run)[-1].step == launch.of("stopped")[0]["step"]
-    (log,) = (campaign.home / "checkpoints" / run).glob("launch-*/rank-00000.log")
-    assert "SIGTERM is handled by the script" in log.read_text()
-
-
-@pytest.mark.soak
-def test_silent_url_is_logged_once(campaign: Arena) -> None:
-    """Without such an endpoint a run trains to its end, with one line in the log of rank 0."""
-    run = "nobody-answers"
-    launch = campaign.launch(campaign.spec(run, termination_url="http://127.0.0.1:9/gone", **TRAINING))
-    launch.wait_for("attempt")
-    assert launch.wait() == 0, launch.stderr
-    (folder,) = (campaign.home / "checkpoints" / run).glob("launch-*")
-    logs = [(folder / f"rank-0000{rank}.log").read_text() for rank in range(2)]
-    assert [log.count("expected 200 or 404 from launch.termination_url") for log in logs] == [1, 0]
 
 
 @pytest.mark.soak

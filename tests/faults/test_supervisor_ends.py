@@ -2,15 +2,12 @@ from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
 import pytest
 
 from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
-from dlac_pipeline.lakehouse.ledger.typed_rows import ClaimRow
-from tests.conftest import wait_until
 
 if TYPE_CHECKING:
     from tests.conftest import Arena, Launch
@@ -39,24 +36,6 @@ def finish_and_compare(campaign: Arena, run: str) -> Launch:
     return again
 
 
-@pytest.mark.soak
-def test_killed_supervisor_ends_ranks(campaign: Arena) -> None:
-    """No rank remains after SIGKILL of the supervisor, and the next launch resumes from the last checkpoint."""
-    run = "supervisor-killed"
-    launch = campaign.launch(campaign.spec(run, steps=STEPS, pause_s=0.05))
-    launch.wait_for("checkpoint", 2)
-    ranks = launch.ranks()
-    assert len(ranks) == 2
-    os.kill(launch.process.pid, signal.SIGKILL)
-    wait_until_gone(ranks)
-    head = campaign.lineage(run)[-1].step
-    assert head >= 20
-    again = finish_and_compare(campaign, run)
-    assert again.of("attempt")[0]["step"] == head
-    (recovery,) = again.of("recovered")
-    assert (recovery["replaced_attempt"], recovery["resumed_step"]) == (1, head)
-
-
 @pytest.mark.parametrize(
     ("number", "mode"),
     [
@@ -79,20 +58,6 @@ def test_stop_makes_checkpoint_and_ends(campaign: Arena, number: signal.Signals,
     again = finish_and_compare(campaign, run)
     assert again.of("attempt")[0]["step"] == ended["step"]
     assert recoveries_of(campaign.lakehouse, run) == []  # nothing had failed
-
-
-@pytest.mark.soak
-def test_stop_does_not_wait_for_starting_ranks(campaign: Arena, tmp_path: Path) -> None:
-    """Its fork server imports a library for an hour. A stop ends the launch nevertheless."""
-    (tmp_path / "slow.py").touch()
-    (tmp_path / "slow_library.py").write_text("import time\ntime.sleep(3600)\n")
-    spec = campaign.spec("stopped-early", preload=["slow_library"])
-    slow = spec.launch.model_copy(update={"script": str(tmp_path / "slow.py")})
-    launch = campaign.launch(spec.model_copy(update={"launch": slow}))
-    wait_until(lambda: bool(campaign.rows("stopped-early", ClaimRow)), what="the claim")
-    os.kill(launch.process.pid, signal.SIGTERM)
-    assert launch.wait() == 0, launch.stderr
-    assert launch.of("ended")[0]["ending"] == "stopped"
 
 
 @pytest.mark.soak

@@ -17,7 +17,8 @@ def entries(arena: Arena, run: str) -> dict[int, dict[str, Any]]:
     return {entry["step"]: entry for entry in map(json.loads, lines)}
 
 
-@pytest.mark.parametrize(("memory", "resumed"), [pytest.param("", 10, marks=pytest.mark.slow), ("/dev/shm", 16)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("memory", "resumed"), [("", 10), ("/dev/shm", 16)])
 def test_work_after_step_is_restored(arena: Arena, memory: str, resumed: int) -> None:
     """Schedule, average and evaluation after a step give the numbers of an undisturbed run, after a SIGKILL too."""
     arena.table(appends=(1000,))

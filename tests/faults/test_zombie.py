@@ -67,6 +67,7 @@ def files_of(campaign: Arena, run: str) -> dict[str, int]:
     return {str(path): path.stat().st_size for path in folder.rglob("attempt-*/**/*") if path.is_file()}
 
 
+@pytest.mark.slow
 def test_frozen_coordinator_cannot_commit(campaign: Arena) -> None:
     """It has verified that it owns the run. The run is then taken over and finished, and its commit is still refused.
 

@@ -1,4 +1,4 @@
-"""Whole runs and datasets on a fake accelerator, in their own processes."""
+"""Whole runs on a fake accelerator, in their own processes."""
 
 from __future__ import annotations
 
@@ -11,17 +11,15 @@ from typing import Any
 import pytest
 import yaml
 
-from dlac_pipeline.extensions.look.run_state import run_status
-from dlac_pipeline.lakehouse.errors import LossNotFinite
 from dlac_pipeline.spec.job_spec import JobSpec
 from tests.conftest import PROGRAMS, Arena
 
 
-def use(arena: Arena, what: str, spec: JobSpec) -> subprocess.CompletedProcess[str]:
-    """Train or read by a spec."""
+def train(arena: Arena, spec: JobSpec) -> subprocess.CompletedProcess[str]:
+    """Train by a spec."""
     path = arena.home / f"{spec.run}.yaml"
     path.write_text(yaml.safe_dump(spec.model_dump()))
-    command = [sys.executable, str(PROGRAMS / "train_on_fake_device.py"), what, str(path)]
+    command = [sys.executable, str(PROGRAMS / "train_on_fake_device.py"), str(path)]
     environment = {**os.environ, "DLAC_HOME": str(arena.home), "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
@@ -36,7 +34,7 @@ def test_device_run_is_identical(arena: Arena) -> None:
     """Rows and recorded losses equal a CPU run's, and no step waits for its loss."""
     arena.table(appends=(600,))
     expected = arena.train(spec_of(arena, "host"))
-    result = use(arena, "train", spec_of(arena, "device"))
+    result = train(arena, spec_of(arena, "device"))
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout.splitlines()[-1])
     assert {int(step): rows for step, rows in found["seen"].items()} == expected
@@ -50,31 +48,9 @@ def test_device_run_is_identical(arena: Arena) -> None:
 def test_next_attempt_waits_for_losses(arena: Arena) -> None:
     """Each step waits for its loss until the first checkpoint. A late error would be blamed on the rows of a later step."""
     arena.table(appends=(600,))
-    assert use(arena, "train", spec_of(arena, "device", dies_at=8)).returncode == 1
-    result = use(arena, "train", spec_of(arena, "device"))
+    assert train(arena, spec_of(arena, "device", dies_at=8)).returncode == 1
+    result = train(arena, spec_of(arena, "device"))
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout.splitlines()[-1])
     assert list(found["seen"]) == [str(step) for step in range(6, 20)]
     assert found["waited"] == [True] * 5 + [False] * 9
-
-
-@pytest.mark.soak
-def test_device_nan_stops_run(arena: Arena) -> None:
-    """The head is the checkpoint before the first NaN, which is detected before the next checkpoint."""
-    arena.table(appends=(600,))
-    result = use(arena, "train", spec_of(arena, "device", nan_from=9))
-    assert "LossNotFinite" in result.stderr
-    assert "at step 9" in result.stderr
-    status = run_status(arena.lakehouse, "device")
-    assert (status["step"], status["state"]) == (5, "open")
-    assert LossNotFinite.__name__ in status["gave_up"]
-
-
-@pytest.mark.soak
-def test_device_loader_is_identical(arena: Arena) -> None:
-    """Order and contents are the same, with and without workers, for batches and for the results of a function."""
-    arena.table(appends=(600,))
-    result = use(arena, "read", spec_of(arena, "device"))
-    assert result.returncode == 0, result.stderr
-    found = json.loads(result.stdout.splitlines()[-1])
-    assert found == {"same": dict.fromkeys(("workers 0", "workers 1", "inputs", "pinned"), True), "steps": 19}

@@ -14,6 +14,7 @@ import torch
 from dlac_pipeline.checkpoint.step_sync import start_reading
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.read.device import DeviceCopies, can_pin_memory
+from tests.forked import Forked
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "use_fake_device.py"
 
@@ -21,9 +22,10 @@ PROGRAM = Path(__file__).parents[1] / "programs" / "use_fake_device.py"
 @pytest.fixture(scope="module")
 def results() -> Any:
     """The results of the program."""
-    result = subprocess.run([sys.executable, str(PROGRAM)], capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout)
+    with Forked([sys.executable, str(PROGRAM)], stdout=subprocess.PIPE, text=True) as program:
+        output, _ = program.communicate()
+    assert program.returncode == 0
+    return json.loads(output)
 
 
 def test_batches_are_copied_on_own_stream(results: Any) -> None:

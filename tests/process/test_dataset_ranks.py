@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-import torch
 
 from dlac_pipeline.extensions.dataset import open_dataset
 from dlac_pipeline.lakehouse.config import LakehouseConfig
@@ -117,21 +116,6 @@ def test_missing_table_ends_all_ranks(tmp_path: Path) -> None:
         run(tmp_path, 2, 0)
 
 
-def test_counted_ranks_need_no_messages(lakehouse: Lakehouse) -> None:
-    """Every rank of a counted dataset knows the end. This test has no process group."""
-    settings: dict[str, Any] = {"columns": ["tokens"], "ragged": ["tokens"], "length": 0}
-    parts = [
-        [
-            batch["dlac"]
-            for batch in open_dataset(lakehouse=lakehouse, **{**SETTINGS, **settings}, rank=rank, world_size=4)
-        ]
-        for rank in range(4)
-    ]
-    assert [len(part) for part in parts] == [15] * 4
-    valid = torch.cat([about["valid"] for part in parts for about in part])
-    assert int(valid.sum()) == 120
-
-
 @pytest.mark.parametrize("rows", [113, pytest.param(117, marks=pytest.mark.soak)])
 def test_plain_loop_of_ranks_ends_together(lakehouse: Lakehouse, tmp_path: Path, rows: int) -> None:
     """With DDP and plain means each row is read once, no rank waits, and a rank without a row does not change the weights."""
@@ -142,10 +126,3 @@ def test_plain_loop_of_ranks_ends_together(lakehouse: Lakehouse, tmp_path: Path,
     assert found[0]["weights"] == found[1]["weights"]
     assert np.isfinite(np.array(found[0]["weights"])).all()
     assert [len(each["rows"][-1]) for each in found] == ([0, 1] if rows == 113 else [2, 3])
-
-
-@pytest.mark.soak
-def test_workers_without_group_are_refused(lakehouse: Lakehouse, tmp_path: Path) -> None:
-    """A packed dataset of several ranks in the workers of a plain DataLoader would let one rank wait endlessly."""
-    with pytest.raises(RuntimeError, match=r"read through dataset.loader\(\), or with num_workers=0"):
-        run(tmp_path, 2, 1, PLAIN_LOOP)

@@ -99,7 +99,7 @@ def test_damage_in_any_part_is_named(checkpoint: Checkpoint) -> None:
         path.write_bytes(content)
 
 
-@pytest.mark.parametrize("silent", [None, 2])
+@pytest.mark.parametrize("silent", [None, pytest.param(2, marks=pytest.mark.slow)])
 def test_leader_reads_missing_part(checkpoint: Checkpoint, silent: int | None) -> None:
     """The leader reads the part of a lost node, and files that another node cannot read, which are not damaged."""
     reads = [Reads(), Reads(cannot="" if silent else "file"), Reads()]

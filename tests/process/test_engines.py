@@ -71,19 +71,6 @@ def test_state_without_gradients_is_loaded(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(
-    ("engine", "optimizer"),
-    [
-        ("ddp", "adafactor"),  # torch cannot step it under FSDP2
-        *((engine, name) for engine in ("fsdp2", "ddp") for name in ("amsgrad", "leveled", "nadam", "momentum")),
-    ],
-)
-def test_other_optimizers_load_at_any_size(tmp_path: Path, engine: str, optimizer: str) -> None:
-    """Moments of any names and shapes, of a layer that is used and of one that is not."""
-    check_resizes(save(tmp_path, 2, engine=engine, optimizer=optimizer, unused=True), 2, 1, 4)
-
-
-@pytest.mark.soak
 @pytest.mark.parametrize(("engine", "precision"), ZERO)
 @pytest.mark.parametrize("writer", ["direct", "copies"])
 def test_deepspeed_state_loads_at_any_size(tmp_path: Path, engine: str, precision: str, writer: str) -> None:
@@ -343,26 +330,6 @@ def test_change_after_copy_is_not_saved(tmp_path: Path, kind: str) -> None:
 def writer_of(kind: str) -> Writer:
     """Return a writer that writes at once, or copies."""
     return Direct() if kind == "direct" else Copies(CopyMemory())
-
-
-@pytest.mark.parametrize("kind", ["torch", "dcp"])
-@pytest.mark.parametrize("writing", ["direct", "copies"])
-def test_numpy_numbers_become_python_numbers(tmp_path: Path, kind: str, writing: str) -> None:
-    """A learning rate from NumPy is restored as the same Python number. The live one is not changed."""
-    parts, writer = Parts(), writer_of(writing)
-    parts.train(1)
-    (group,) = parts.optimizer.param_groups
-    rate, beta = np.float64(0.1) * (1 + np.cos(0.3)), np.float32(0.9)
-    group["lr"], group["betas"], parts.scheduler.base_lrs = rate, (beta, 0.99), [rate]
-    parts.engine(kind).save(tmp_path, writer.write)
-    writer.handed_over()
-    writer.finish()
-    assert group["lr"] is rate
-    again = Parts()
-    again.engine(kind).load(tmp_path, saved_world_size=1)
-    (found,) = again.optimizer.param_groups
-    assert [type(each) for each in (found["lr"], *found["betas"], *again.scheduler.base_lrs)] == [float] * 4
-    assert (found["lr"], found["betas"], again.scheduler.base_lrs) == (rate, (float(beta), 0.99), [rate])
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,7 @@ def test_follower_passes_stop_on(slow_imports: Launch) -> None:
             assert verdict().ending == "stopped"
 
 
+@pytest.mark.slow
 def test_follower_notices_lost_leader(slow_imports: Launch) -> None:
     """The follower does not wait for its ranks to end the attempt."""
     with rounds(2, timeout_s=5) as (leader, led):

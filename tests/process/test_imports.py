@@ -9,11 +9,19 @@ import pytest
 @pytest.mark.parametrize(
     ("module", "unwanted"),
     [
-        ("dlac_pipeline.launchers.serve", {"torch", "deepspeed", "dagster"}),
+        pytest.param("dlac_pipeline.launchers.serve", {"torch", "deepspeed", "dagster"}, marks=pytest.mark.slow),
         ("dlac_pipeline.extensions.orchestrated.supervisor_process", {"pyiceberg", "pyarrow", "sqlalchemy"}),
-        ("jobs.definitions", {"pyiceberg", "pyarrow", "duckdb", "numpy", "torch", "matplotlib"}),
+        pytest.param(
+            "jobs.definitions",
+            {"pyiceberg", "pyarrow", "duckdb", "numpy", "torch", "matplotlib"},
+            marks=pytest.mark.slow,
+        ),
         ("dlac_pipeline.cli.main", {"pyiceberg", "pyarrow", "duckdb", "numpy", "sqlalchemy", "torch", "dagster"}),
-        ("dlac_pipeline.extensions.dataset", {"deepspeed", "dagster", "transformers", "accelerate", "torchdata"}),
+        pytest.param(
+            "dlac_pipeline.extensions.dataset",
+            {"deepspeed", "dagster", "transformers", "accelerate", "torchdata"},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["a supervisor", "a supervisor before its request", "a Dagster run", "a command", "a dataset"],
 )

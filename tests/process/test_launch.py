@@ -23,18 +23,16 @@ import pytest
 from dlac_pipeline.elastic import fork_server
 from dlac_pipeline.elastic.rank_assignment import Share
 from dlac_pipeline.elastic.rank_launcher import RankLauncher
-from dlac_pipeline.elastic.ranks import processes
 from dlac_pipeline.elastic.ranks.addresses import free_port
 from dlac_pipeline.elastic.ranks.launch_folder import log_file, pid_file
 from dlac_pipeline.elastic.ranks.processes import HANG
-from dlac_pipeline.lakehouse.errors import TrainingFailed
 from dlac_pipeline.spec import launch_spec
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.ranks import local_ranks
 from dlac_pipeline.supervise.ranks.local_ranks import RankGroup
 from dlac_pipeline.supervise.ranks.rank_starter import RankStarter
 from tests.conftest import wait_until
-from tests.forked import NEW_FORK_SERVER
+from tests.forked import NEW_FORK_SERVER, Forked
 from tests.small_records import small_spec
 
 STARTS = ["fork", pytest.param("spawn", marks=pytest.mark.soak)]
@@ -116,44 +114,6 @@ def test_signals_to_all_reach_ranks(tmp_path: Path, start: str) -> None:
         wait_until(ranks.all_exited, what="the rank's end")
         assert (ranks.failures(), (tmp_path / "left").exists()) == ([], True)
         assert all(map(runs, [process.pid for process in between]))
-
-
-@pytest.mark.soak
-def test_rank_has_default_signal_handlers(tmp_path: Path) -> None:
-    """The script of a forked rank neither blocks nor ignores a signal that ends a launch, unless this process ignores it."""
-    script = """
-import signal, sys
-from pathlib import Path
-blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD)
-found = [(each in blocked, getattr(signal.getsignal(each), "__name__", signal.getsignal(each))) for each in numbers]
-Path(sys.argv[0]).with_suffix(".found").write_text(repr(found))
-"""
-    spec = spec_of(tmp_path, script)
-    found = Path(spec.launch.script).with_suffix(".found")
-    with run_ranks(spec, tmp_path) as ranks:
-        wait_until(ranks.all_exited, what="the rank's end")
-        assert ranks.failures() == [], ranks.log_end(0)
-    forked = found.read_text()
-    subprocess.run([sys.executable, spec.launch.script], check=True)
-    assert forked == found.read_text()
-    assert "True" not in forked
-
-
-@pytest.mark.soak
-def test_dead_server_is_named(tmp_path: Path) -> None:
-    """Ranks that it has not started have no log, so the failure names the log of the server, and shows it."""
-    library = "import os, signal\nos.write(2, b'out of memory')\nos.kill(os.getpid(), signal.SIGKILL)"
-    (tmp_path / "own_library.py").write_text(library)
-    with run_ranks(spec_of(tmp_path, SLEEPS, preload=["own_library"]), tmp_path, ranks=2) as ranks:
-        assert ranks.processes.pids == [0, 0]
-        failures = ranks.failures()
-        assert [(failure.rank, failure.code, failure.kind) for failure in failures] == [
-            (0, 1, "TrainingFailed"),
-            (1, 1, "TrainingFailed"),
-        ]
-        assert "fork-server-" in failures[0].message
-        assert ranks.log_end(0)["log_tail"].endswith("out of memory")
 
 
 @pytest.mark.parametrize("start", STARTS)
@@ -289,18 +249,6 @@ def test_unstartable_ranks_have_failed(tmp_path: Path) -> None:
         multiprocessing.set_executable(python)
 
 
-@pytest.mark.soak
-def test_unkillable_rank_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The wait for it has a limit. Another attempt would use the same device, so none follows."""
-    with run_ranks(spec_of(tmp_path, SLEEPS), tmp_path) as ranks:
-        (pid,) = ranks.processes.pids
-        with monkeypatch.context() as patched:
-            patched.setattr(local_ranks, "KILLED_WITHIN_S", 0.1)
-            patched.setattr(processes, "is_running", lambda pid: True)
-            with pytest.raises(TrainingFailed, match=str(pid)):
-                ranks.end()
-
-
 ENDS = """
 import atexit, os, sys, threading, time
 from pathlib import Path
@@ -323,6 +271,7 @@ def test_scripts_end_as_in_python(tmp_path: Path, start: str) -> None:
     assert [(tmp_path / f"ended-{rank}").read_text() for rank in range(4)] == ["thread exit"] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", STARTS)
 def test_scripts_start_as_in_python(tmp_path: Path, start: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Arguments are not changed, and a module next to the script hides a library of the same name.
@@ -358,28 +307,15 @@ assert os.read(0, 1) == b""
 @pytest.mark.parametrize("start", STARTS)
 def test_stop_during_start_starts_nothing(tmp_path: Path, start: str) -> None:
     """No rank starts after the end of its group, and the stop does not wait for imports."""
-    (tmp_path / "slow_library.py").write_text("import time\ntime.sleep(5)")
+    (tmp_path / "slow_library.py").write_text("import time\ntime.sleep(1)")
     script = "from pathlib import Path\nPath(__file__).with_name('began').touch()"
     with run_ranks(spec_of(tmp_path, script, start=start, preload=["slow_library"]), tmp_path, ranks=2) as ranks:
         ranks.request_stop()
         assert ranks.all_exited()
         assert [failure.code for failure in ranks.failures()] == [-signal.SIGTERM] * 2
-    time.sleep(3)
+    time.sleep(1.5)
     assert not (tmp_path / "began").exists()
     assert children("dlac r rank") == children("fork.?server") == []
-
-
-@pytest.mark.soak
-def test_stop_spares_ranks_of_others(tmp_path: Path) -> None:
-    """Two supervisors in one process share the fork server. Ending the ranks of one does not end the ranks of the second."""
-    folders = [tmp_path / name for name in ("first", "second")]
-    for folder in folders:
-        folder.mkdir()
-    with run_ranks(spec_of(folders[0], SLEEPS), folders[0]) as first:
-        wait_until(lambda: all(first.processes.pids), what="its rank")
-        with run_ranks(spec_of(folders[1], SLEEPS), folders[1]) as second:
-            second.request_stop()
-        assert not first.all_exited()
 
 
 SUPERVISOR = """
@@ -411,7 +347,7 @@ def test_everything_ends_with_supervisor(tmp_path: Path, start: str) -> None:
     spec = spec_of(tmp_path, PARENT, start=start)
     (tmp_path / "supervisor.py").write_text(SUPERVISOR)
     command = [sys.executable, str(tmp_path / "supervisor.py"), spec.model_dump_json(), str(tmp_path)]
-    supervisor = subprocess.Popen(command)
+    supervisor = Forked(command)
     file = tmp_path / "child"
     wait_until(lambda: file.exists() and bool(file.read_text()), what="the rank's child")
     child, rank = int(file.read_text()), int(pid_file(tmp_path, 0).read_text())

@@ -385,16 +385,6 @@ def test_ranks_wait_for_late_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert states.copied_step(attempt, 0) == states.ALWAYS
 
 
-def test_shared_memory_is_not_copied(tmp_path: Path) -> None:
-    """Two supervisors on one node have one folder: nothing is copied over itself."""
-    folder = tmp_path / OWN / "mine"
-    keep(folder, part_of(0))
-    attempt = states.attempt_folder(folder, 2, "b")
-    with turns(folder) as server:
-        copy(BuddyCopies(attempt, [0], server.address, KEY))
-    assert [part.state for part in states.read_parts(folder)] == [part_of(0)]
-
-
 def test_unfinished_copies_are_removed(tmp_path: Path) -> None:
     """An attempt whose ranks here have kept nothing leaves nothing on this node. Its own states stay."""
     with nodes(tmp_path, 2) as found:
@@ -541,25 +531,6 @@ def test_slow_handshake_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             while True:
                 slow.sendall(b"x")
                 wait_until(lambda: True, what="nothing")
-
-
-def test_failed_mark_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory is full for a moment when a copy must be marked: the thread does not end."""
-    monkeypatch.setattr(buddy, "RETRY_S", 0.01)
-    mark, failures = states.mark_copied, iter([OSError("no space"), RuntimeError("a defect")])
-
-    def fail_first(folder: Path, first_rank: int, step: int) -> None:
-        for failure in failures:
-            raise failure
-        mark(folder, first_rank, step)
-
-    monkeypatch.setattr(states, "mark_copied", fail_first)
-    with nodes(tmp_path, 2) as found:
-        for memory, round_, folder in zip(found.memories, found.rounds, found.folders, strict=True):
-            memory.begin(fresh_start(), round_)
-            states.make_folder(states.attempt_folder(folder, 3, "c"))
-        keep(found.folders[0], part_of(0, world_size=2, step=20, attempt=3, nonce="c"))
-        wait_until(lambda: states.copied_step(states.attempt_folder(found.folders[0], 3, "c"), 0) == 20, what="a copy")
 
 
 def test_ended_run_leaves_no_state(tmp_path: Path) -> None:

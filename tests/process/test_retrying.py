@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from tests.forked import Forked
+
 PAUSES = """
 import os
 from tenacity import RetryCallState
@@ -20,5 +22,6 @@ for _ in range(4):
 
 def test_forked_ranks_wait_differently() -> None:
     """Ranks that lost the same race would otherwise meet again at every retry."""
-    pauses = subprocess.run([sys.executable, "-c", PAUSES], check=True, capture_output=True, text=True).stdout.split()
+    with Forked([sys.executable, "-c", PAUSES], stdout=subprocess.PIPE, text=True) as process:
+        pauses = process.communicate()[0].split()
     assert len(set(pauses)) == 4

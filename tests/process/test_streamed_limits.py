@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked import Forked
+
 _FILLS_UP = """
 import resource, sys
 from pathlib import Path
@@ -28,5 +30,6 @@ def test_file_that_cannot_grow_raises_oserror(tmp_path: Path, room: int) -> None
     """The error is the same at the first byte, inside a tensor and in the last part, and never torch's RuntimeError."""
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[1] == resource.RLIM_INFINITY
     program = [sys.executable, "-c", _FILLS_UP, str(tmp_path / "state.pt"), str(room)]
-    done = subprocess.run(program, capture_output=True, text=True, check=True, timeout=120)
-    assert done.stdout.split() == ["OSError", str(errno.EFBIG)]
+    with Forked(program, stdout=subprocess.PIPE, text=True) as process:
+        output, _ = process.communicate(timeout=120)
+    assert output.split() == ["OSError", str(errno.EFBIG)]

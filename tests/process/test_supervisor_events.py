@@ -87,20 +87,10 @@ def test_printed_text_does_not_end_training(caplog: pytest.LogCaptureFixture) ->
     assert [record.args for record in caplog.records] == [("loading",), ("[]",), ("7",), ("b'\\xff'",)]
 
 
-@pytest.mark.soak
-def test_failed_display_does_not_end_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Dagster's storage is unavailable. The outcome of the run is returned nevertheless, and unshown events are logged."""
-
-    def fail_storage(event: dict[str, Any]) -> None:
-        raise OSError("the database is away")
-
-    assert supervise_launch(failing_request(tmp_path), fail_storage)["kind"] == "CatalogUnreachable"
-    assert "the event error could not be shown, training continues: the database is away" in caplog.text
-
-
-def test_interruption_during_display_ends_run(tmp_path: Path) -> None:
+def test_interruption_during_display_ends_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The interruption is an exception at any point of the process. A listener for cancellations is called."""
     requests: list[str] = []
+    supervise_by(STAYS, tmp_path, monkeypatch)
 
     def interrupt(event: dict[str, Any]) -> None:
         raise DagsterExecutionInterruptedError
@@ -112,9 +102,7 @@ def test_interruption_during_display_ends_run(tmp_path: Path) -> None:
 
 def test_last_events_of_nodes_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The launcher reads their events for longer than ranks take to exit."""
-    program = tmp_path / "supervisor"
-    program.write_text(f"#!{sys.executable}\n{LINGERS}")
-    program.chmod(0o755)
+    supervise_by(LINGERS, tmp_path, monkeypatch)
     monkeypatch.setattr(module, "MARGIN_S", 0.0)
     request = failing_request(tmp_path)
     launch = request.spec.launch.model_copy(update={"on": "slurm", "deadline_s": 0.1})
@@ -126,10 +114,17 @@ def test_last_events_of_nodes_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyP
         if len(events) == 1:
             raise DagsterExecutionInterruptedError
 
-    monkeypatch.setattr(sys, "executable", str(program))
     with pytest.raises(DagsterExecutionInterruptedError):
         supervise_launch(request, interrupt)
     assert events == ["step", "ended"]
+
+
+def supervise_by(text: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a program stand in for the supervisor."""
+    program = folder / "supervisor"
+    program.write_text(f"#!{sys.executable}\n{text}")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
 
 
 def failing_request(folder: Path) -> Request:

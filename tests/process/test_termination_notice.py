@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from dlac_pipeline.extensions.termination_url.termination_url import announces_end
+from tests.forked import Forked
 
 FORKS = """
 import multiprocessing, signal, time
@@ -40,7 +41,8 @@ signal.raise_signal(signal.SIGTERM)
 time.sleep(1.5)
 print(notices.first)
 stop.touch()
-time.sleep(1.5)
+while notices.first is None:
+    time.sleep(0.02)
 print(notices.first.name)
 notices.close()
 """
@@ -57,29 +59,26 @@ time.sleep(600)
 """
 
 
-def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a program in a new process."""
-    return subprocess.run(
-        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False, timeout=250
-    )
+def run(program: str, *arguments: str) -> tuple[int, list[str]]:
+    """Run a program in a process of its own, and return its exit status and its lines."""
+    with Forked([sys.executable, "-c", program, *arguments], stdout=subprocess.PIPE, text=True) as process:
+        output, _ = process.communicate(timeout=250)
+    return process.returncode, output.splitlines()
 
 
 def test_signal_to_forked_child_stays_there() -> None:
     """A terminated worker of a data loader dies of the signal, and the rank that forked it has no termination notice."""
-    result = run(FORKS)
-    assert result.stdout.splitlines() == ["-15 None", "SIGUSR1", "True"], result.stderr
+    assert run(FORKS) == (0, ["-15 None", "SIGUSR1", "True"])
 
 
 def test_file_requests_stop_as_well(tmp_path: Path) -> None:
     """A script that handles SIGTERM itself gets the signal, and the file in the launch folder is the notice."""
-    result = run(OWN_HANDLER, str(tmp_path / "stop"))
-    assert result.stdout.splitlines() == ["the script's own", "None", "SIGTERM"], result.stderr
+    assert run(OWN_HANDLER, str(tmp_path / "stop")) == (0, ["the script's own", "None", "SIGTERM"])
 
 
 def test_process_ends_at_deadline_despite_hang() -> None:
     """The watchdog calls its function in a thread, and waits for it at most a second."""
-    result = run(TOO_LATE)
-    assert (result.returncode, result.stdout) == (86, "too late\n"), result.stderr
+    assert run(TOO_LATE) == (86, ["too late"])
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """A script with a bug that param `bug` names. It occurs at the step `at` or the row `row`.
 
-It prints a line before it fails, and writes no journal. With $EXITS_SLOWLY rank 1 exits seconds after its failure.
+It prints a line before it fails, and writes no journal.
 """
 
 import os
@@ -68,7 +68,4 @@ def main() -> None:
 if __name__ == "__main__":
     if "IMPORT_BUG" in os.environ:
         import no_such_module  # type: ignore[import-not-found]  # noqa: F401 - the bug
-    try:
-        main()
-    finally:  # as with a large heap or on a busy node
-        time.sleep(3.0 * int(os.environ["RANK"]) if "EXITS_SLOWLY" in os.environ else 0.0)
+    main()

@@ -2,9 +2,8 @@
 
 Params make it fail: `dies_at` a step, `deadly_row` causes SIGSEGV in its batch, `deadlock_at` a step,
 `holds_loading` and `holds_training` are attempts that load, or train their first step, without end. `slow_rank` is slow
-by `slow_s` seconds in each forward pass, `nan_from` a step makes losses NaN, `own_handler` ignores SIGTERM.
+by `slow_s` seconds in each forward pass, `nan_from` a step makes losses NaN.
 $NOISE_SEED adds noise to the loss that no saved generator knows, and with $OWN_GROUP the script makes the process group.
-With `array` the optimizer keeps a NumPy array, which no checkpoint can have.
 
 The journal has the row ids in the tensors of each finished step, as evidence that is independent of DLAC.
 """
@@ -16,7 +15,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -56,15 +54,11 @@ def train(run: dlac.TrainingRun) -> None:
     params = run.spec.params
     model = torch.nn.Linear(4, int(params.get("outputs", "1")))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    if "array" in params:
-        optimizer.param_groups[0]["schedule"] = np.linspace(0.01, 0.0, 8)
     hooked: Any = model  # torch leaves the method untyped
     if "holds_loading" in params:  # with a hook, tensors are loaded in another way
         hooked.register_load_state_dict_pre_hook(lambda *_: hold(run, "loading"))
     run.restore(dlac.TorchState(model=model, optimizer=optimizer))
     noise = float(params.get("noise", "0.01"))
-    if "own_handler" in params:
-        signal.signal(signal.SIGTERM, lambda *_: print("SIGTERM is handled by the script", flush=True))
     for batch in run.batches():
         hold(run, "training")
         if batch.step == int(params.get("dies_at", "0")):
