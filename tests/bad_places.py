@@ -1,4 +1,4 @@
-"""Bad variables, catalogs, tables and places to write to, by kind. `tests/bad_inputs.py` has the others."""
+"""Bad variables, tables and places to write to, by kind. `tests/bad_inputs.py` has the others."""
 
 from __future__ import annotations
 
@@ -10,43 +10,15 @@ from tests.bad_files import FINISHED, LOOP, PLAN, TRAIN, BadInput, Made, damaged
 _TORCHRUN = {
     "NNODES": ["0", "many", "3:2", "1:"],
     "NPROC_PER_NODE": ["0", "-1", "many", "1.5", ""],
-    "MAX_RESTARTS": ["-1", "many"],
-    "SHUTDOWN_TIMEOUT": ["-1", "many", "99999"],
     "RDZV_CONF": ["nope=1", "timeout=many", "timeout", "=", "last_call_timeout=-1"],
     "RDZV_ENDPOINT": ["host:port", "host:99999", ":"],
-    "STANDALONE": ["maybe"],
-    "TEE": ["3"],
-    "MASTER_ADDR": [" "],
     "MASTER_PORT": ["many", "0"],
 }
-_URI = {"PYICEBERG_CATALOG__P__URI": "sqlite:///c.db"}
-_WAREHOUSE = {"PYICEBERG_CATALOG__P__WAREHOUSE": "file:///tmp/nope-dlac"}
-_CATALOGS: list[dict[str, str]] = [
-    {"PYICEBERG_CATALOG": "p"},
-    {"PYICEBERG_CATALOG__P": "x"},
-    {"PYICEBERG_CATALOG__P__TYPE": "nope"},
-    {**_URI, "PYICEBERG_CATALOG__P__WAREHOSE": "x"},
-    {**_URI, **_WAREHOUSE, "PYICEBERG_CATALOG__P__S3__ACCESS_KEY": "x"},
-    {**_URI, "PYICEBERG_CATALOG__P__WAREHOUSE": "nope://x"},
-    {"PYICEBERG_CATALOG__P__TYPE": "in-memory"},
-    {"PYICEBERG_HOME": "missing"},
-    {"PYICEBERG_CATALOG__P__PY_CATALOG_IMPL": "nope.Class"},
-    {**_URI, **_WAREHOUSE, "PYICEBERG_CATALOG__P__PY_IO_IMPL": "nope.Class"},
-]
-_MISSPELLED = (
-    "s3.endpont",
-    "s3.access-key",
-    "gcs.project",
-    "adls.account-nam",
-    "warehose",
-    "S3.ENDPOINT",
-    "s3_endpoint",
-)
 
 
 def bad_places(spec: Mapping[str, Any], made: Made) -> Iterator[BadInput]:
-    """Yield bad inputs of variables, catalogs, tables and places. `spec` is a valid job spec."""
-    for part in (_variables, _ignored_variables, _catalogs, _registered, _places):
+    """Yield bad inputs of variables, tables and places. `spec` is a valid job spec."""
+    for part in (_variables, _ignored_variables, _registered, _places):
         yield from part(dict(spec), made)
 
 
@@ -64,8 +36,6 @@ def _variables(spec: dict[str, Any], _: Made) -> Iterator[BadInput]:
     launch = {**spec["launch"], "nodes": "2", "rendezvous": "localhost:29555"}
     for key in ("", "short", " " * 20, "\t"):
         yield variable("DLAC_RENDEZVOUS_KEY", key, TRAIN, spec={**spec, "run": "keyed", "launch": launch})
-    for name in ("MAX_WORKERS", "LEGACY_CURRENT_SNAPSHOT_ID", "DOWNCAST_NS_TIMESTAMP_TO_US_ON_WRITE"):
-        yield from (variable(f"PYICEBERG_{name}", value, ["runs"]) for value in ("many", "-1", "1.5", ""))
 
 
 def _ignored_variables(spec: dict[str, Any], _: Made) -> Iterator[BadInput]:
@@ -82,19 +52,6 @@ def _ignored_variables(spec: dict[str, Any], _: Made) -> Iterator[BadInput]:
         yield warned(f"PYICEBERG_{name}", PLAN, spec)
 
 
-def _catalogs(spec: dict[str, Any], _: Made) -> Iterator[BadInput]:
-    named: dict[str, Any] = {"arguments": PLAN, "spec": {**spec, "lakehouse": {"name": "p"}}}
-    for wrong in _CATALOGS:
-        yield BadInput(kind="catalog", name=f"{wrong!r}", environment=wrong, **named)
-    here = {**named, "environment": {"PYICEBERG_HOME": "."}}
-    for name, content in damaged(b"catalog:\n  p:\n    uri: sqlite:///c.db\n").items():
-        yield BadInput(kind="catalog", name=f"file: {name}", files={".pyiceberg.yaml": content}, **here)
-    for section, setting in (("lakehouse", "properties"), ("checkpoint", "store_properties")):
-        for misspelled in _MISSPELLED:
-            changed = {**spec, section: {setting: {misspelled: "x"}}}
-            yield BadInput(kind="catalog", name=f"{section}.{misspelled}", arguments=TRAIN, spec=changed)
-
-
 def _registered(_: dict[str, Any], made: Made) -> Iterator[BadInput]:
     def registered(name: str, table: str, place: str, **files: bytes) -> BadInput:
         files = {f"data/{file}.parquet": content for file, content in files.items()}
@@ -106,9 +63,21 @@ def _registered(_: dict[str, Any], made: Made) -> Iterator[BadInput]:
         yield registered(name, "new.files", "data", a=content)
     for name in ("points", "", "a.", ".a", "a..b", " . ", "a.b\n", "a.\x1b[2J"):
         yield registered(f"table {name!r}", name, "data", a=made.parquet)
-    for place in ("", " ", "missing", "nope://x", "s3://", "s3:/x/y", "loop", "~nouser/x", "x" * 300, "["):
-        yield registered(f"at {place!r}", "new.files", place)
-    for place in ("data/*.csv", "empty", "/dev/null", "data/b.txt"):
+    for place in (
+        "",
+        " ",
+        "missing",
+        "nope://x",
+        "s3://",
+        "s3:/x/y",
+        "loop",
+        "~nouser/x",
+        "x" * 300,
+        "[",
+        "data/*.csv",
+        "empty",
+        "/dev/null",
+    ):
         yield registered(f"at {place!r}", "new.files", place)
 
 
