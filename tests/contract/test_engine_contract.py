@@ -174,15 +174,6 @@ def test_missing_deepspeed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         foreign_checkpoint(tmp_path / "empty")
 
 
-def test_object_is_adapted_by_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An object of a library's package gets the adapter of this name."""
-    given = type("TinyEngine", (), {"__module__": "tiny.engine"})()
-    made: list[object] = []
-    monkeypatch.setattr("tiny_engine.TinyState.__init__", lambda self, engine: made.append(engine))
-    assert adapt(given, "tiny").name == "tiny"
-    assert made == [given]
-
-
 def test_installed_engine_trains_and_exports(arena: Arena) -> None:
     """A run whose spec names another author's engine resumes, exports its weights, and begins from such files."""
     arena.table(appends=(640,))

@@ -112,6 +112,7 @@ def test_kept_run_resumes_exactly(home: Path, run: str) -> None:
     assert next(row.parent for row in rows if row.checkpoint_id not in before) in before
 
 
+@pytest.mark.slow
 def test_kept_launch_resumes_exactly(arena: Arena) -> None:
     """Two ranks train the rewound run to its end, without the rows that the rewind excluded."""
     launch = arena.launch(launched_spec(arena))

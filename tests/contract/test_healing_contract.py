@@ -11,12 +11,10 @@ import pytest
 from dlac_pipeline.elastic.rank_assignment import Share
 from dlac_pipeline.elastic.ranks.this_process import GROUP_VARIABLE
 from dlac_pipeline.extensions.replicas.lighthouse import Lighthouse
-from dlac_pipeline.lakehouse.errors import BadInput
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
 from dlac_pipeline.spec.launch_spec import LaunchSpec
 from dlac_pipeline.supervise.ranks.healing import Healing, healing_of
 from dlac_pipeline.supervise.ranks.rank_starter import RankStart, RankStarter
-from dlac_pipeline.train.training_run import TrainingRun
 from tests.conftest import PROGRAMS
 from tests.installed import install_distribution
 
@@ -104,17 +102,3 @@ def test_dead_rank_is_replaced(spec: JobSpec, healing: Healing, tmp_path: Path) 
     assert list(ranks.heal()) == []
     assert not ranks.find_rejoined()
     ranks.end()
-
-
-def test_rank_gets_a_training_run(healing: Healing) -> None:
-    """A rank trains by `TrainingRun` or a subclass of it."""
-    assert issubclass(healing.run_type(), TrainingRun)
-
-
-def test_missing_way_is_named(spec: JobSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name that no distribution has is refused with the installed names."""
-    monkeypatch.setattr(LaunchSpec, "healing", property(lambda launch: "spare"))
-    with pytest.raises(
-        BadInput, match=r"way of healing in launch.replicas, found 'spare': did you mean 'spares'\? .* replicas, spares"
-    ):
-        healing_of(spec.launch)

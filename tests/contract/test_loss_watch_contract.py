@@ -75,9 +75,3 @@ def test_usual_losses_end_no_attempt(watch: LossWatch) -> None:
     """Losses as those before are no reason to end an attempt."""
     sync = StepSync(step=3, losses=[1.0, 1.1, 0.9])
     watch.check(sync, skipped=())
-
-
-def test_unwatched_run_loads_no_watch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without `launch.on_spike` only a rehearsal has a watch."""
-    monkeypatch.setattr(loss_watch, "_OF_SPIKES", "none")
-    assert opened(rehearses=False) is None

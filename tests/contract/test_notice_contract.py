@@ -65,11 +65,6 @@ def test_announcement_ends_the_wait(source: AwaitNotice, statuses: list[int]) ->
     assert len(waits) == 2
 
 
-def test_unneeded_source_ends(source: AwaitNotice) -> None:
-    """A source returns once no notice is awaited any more."""
-    assert not source(LAUNCH, lambda seconds: True)
-
-
 def test_rank_receives_announcement(source: AwaitNotice, statuses: list[int]) -> None:
     """The first rank of a node notes the announcement as its first notice."""
     statuses.append(200)

@@ -15,7 +15,7 @@ from dlac_pipeline.spec.job_spec import parse_spec
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.spec.sections import section_class
 from dlac_pipeline.supervise.ranks.run_events import report_command
-from tests.installed import install_distribution, install_launcher
+from tests.installed import install_launcher
 from tests.unit.test_spec import GOOD
 
 SECRET = "hunter2-of-the-test"
@@ -48,15 +48,6 @@ def test_section_survives_request(name: str) -> None:
     assert again == request
     assert again.spec.section(kind) == kind.model_validate(TABLES[name])
     assert SECRET not in str(mask_setting("", again.spec.model_dump()))
-
-
-@pytest.mark.parametrize("name", TABLES)
-def test_missing_section_has_defaults(name: str) -> None:
-    """Without its table a section has its defaults, and the recorded spec says nothing of it."""
-    spec = parse_spec(GOOD, origin="the test")
-    kind = section_class(name)
-    assert spec.section(kind) == kind()
-    assert name not in spec.model_dump()
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -99,14 +90,6 @@ def test_section_is_checked_before_launch(tmp_path: Path) -> None:
     raw = {**GOOD, "launch": {"script": str(script)}, "mark": {"text": "missing"}}
     with pytest.raises(BadInput, match="expected a mark that is installed"):
         Request(spec=parse_spec(raw, origin="the test")).check_here()
-
-
-def test_entry_of_other_kind_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An entry point that is no section is named, with what it should be."""
-    points = {"dlac.settings": ["odd = odd_section:ODD"]}
-    monkeypatch.syspath_prepend(str(install_distribution(tmp_path, "odd", {"odd_section": "ODD = 3"}, points)))
-    with pytest.raises(BadInput, match=r"expected a subclass of ExtensionSection for \[odd\], found 3"):
-        parse_spec({**GOOD, "odd": {}}, origin="the test")
 
 
 class Heard(AbstractContextManager["Heard"]):
