@@ -78,6 +78,7 @@ def main() -> None:
         figures |= {
             name: Figure(value=each["value"], unit=each["unit"], bar=each["bar"]) for name, each in found.items()
         }
+    figures["rounds"] = Figure(value=arguments.rounds, unit="rounds")
     figures["load_average_1min"] = Figure(value=os.getloadavg()[0], unit="processes")
     report("shapes", figures)
 

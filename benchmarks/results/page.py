@@ -2,7 +2,8 @@
 
 A section is a Jinja template. `result("NAME")` reads measured/NAME.json. Of a result `r`, `r.about` says when and on what it was
 measured, `r("FIGURE")` is a figure with its unit, `r.number("FIGURE")` without, `r.share("FIGURE")` a share as a percentage,
-`r.bar("FIGURE")` its bar and whether it holds, and `r.has("FIGURE")` whether there is one.
+`r.bar("FIGURE")` its bar and whether it holds, `r.judged("FIGURE")` the number, bold if it misses its bar, and
+`r.has("FIGURE")` whether there is one.
 """
 
 from __future__ import annotations
@@ -66,6 +67,10 @@ class Result:
         if found["bar"] is None:
             return ""
         return f"{found['bar']}: {'holds' if found['holds'] else '**missed**'}"
+
+    def judged(self, figure: str) -> str:
+        """Return a figure without its unit, in bold type if it misses its bar."""
+        return self.number(figure) if self._figure(figure)["holds"] else f"**{self.number(figure)}**"
 
     def _figure(self, name: str) -> dict[str, Any]:
         figures: dict[str, dict[str, Any]] = self._found["figures"]

@@ -52,7 +52,6 @@ def spec(arena: Arena, run: str, *, world_size: int, per_reader: int, **params: 
     return parse_spec(raw, origin="the test").resolved(arena.home)
 
 
-@pytest.mark.slow
 def test_ranks_of_a_coordinate_count_once(documents: Arena) -> None:
     """Two readers of two ranks each lose a rank, and four readers train on: rows and losses are those of two ranks alone."""
     run, whole = "shared", "alone"

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from tests.conftest import Arena
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", [pytest.param("synchronous", marks=pytest.mark.soak), "asynchronous"])
 def test_full_store_ends_run_without_loss(campaign: Arena, small_disk: Path, mode: str) -> None:
     """The run ends with `StoreUnavailable` after its last committed checkpoint. With more space it finishes, exact."""

@@ -16,7 +16,6 @@ HANG_S = 15.0
 """Starting a rank may take longer on a busy node, and is no hang. A step or a commit may not."""
 
 
-@pytest.mark.slow
 def test_deadlocked_collective_is_recovered(campaign: Arena) -> None:
     """Rank 0 waits for a message, rank 1 for its gradients. Both are ended, the hung one is named, and training resumes."""
     settings: dict[str, Any] = {"deadlock_at": 13, "hang_timeout_s": HANG_S, "steps": 20}
