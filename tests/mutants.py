@@ -96,7 +96,7 @@ def run_tests(tree: Path, tests: Sequence[str]) -> tuple[int, str]:
         )
     except subprocess.TimeoutExpired:
         return _FAILED, f"no end within {_LIMIT_S} s"
-    return done.returncode, "\n".join((done.stdout + done.stderr).splitlines()[-15:])
+    return done.returncode, "\n".join((done.stdout.rstrip() or done.stderr).splitlines()[-15:])
 
 
 def check_mutant(mutant: Mutant, trees: SimpleQueue[Path]) -> str:

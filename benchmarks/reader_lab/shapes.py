@@ -46,24 +46,24 @@ class Shape:
 
 
 def shapes(*, quick: bool) -> list[Shape]:
-    """Return all shapes. Each is read in one or two seconds, or with `quick` in a fourth of that."""
+    """Return all shapes, of about a gigabyte, or with `quick` of a fourth of that."""
     part = 4 if quick else 1
-    narrow = Shape(name="narrow", make=_floats, rows=1_200_000 // part, row_bytes=240, group_rows=65_536, batch_size=1024,
+    narrow = Shape(name="narrow", make=_floats, rows=4_800_000 // part, row_bytes=240, group_rows=65_536, batch_size=1024,
                    columns=("f3", "f30", "f57"))  # fmt: skip
     return [
         narrow,
-        replace(narrow, name="narrow_batch_16", rows=120_000 // part, batch_size=16),
+        replace(narrow, name="narrow_batch_16", rows=480_000 // part, batch_size=16),
         replace(narrow, name="narrow_batch_8192", batch_size=8192),
-        Shape(name="bytes_1kb", make=_bytes(1024), rows=240_000 // part, row_bytes=1024, group_rows=8192, batch_size=512),
-        Shape(name="images_30kb", make=_bytes(30_000), rows=16_000 // part, row_bytes=30_000, group_rows=500, batch_size=64),
-        Shape(name="bytes_1mb", make=_bytes(2**20), rows=480 // part, row_bytes=2**20, group_rows=16, batch_size=16),
-        Shape(name="lists", make=_lists, rows=160_000 // part, row_bytes=4096, group_rows=2048, batch_size=64),
+        Shape(name="bytes_1kb", make=_bytes(1024), rows=800_000 // part, row_bytes=1024, group_rows=8192, batch_size=512),
+        Shape(name="images_30kb", make=_bytes(30_000), rows=32_000 // part, row_bytes=30_000, group_rows=500, batch_size=64),
+        Shape(name="bytes_1mb", make=_bytes(2**20), rows=960 // part, row_bytes=2**20, group_rows=16, batch_size=16),
+        Shape(name="lists", make=_lists, rows=240_000 // part, row_bytes=4096, group_rows=2048, batch_size=64),
         Shape(name="large_groups", make=_lists, rows=262_144 // part, row_bytes=4096, group_rows=131_072 // part, batch_size=64),
-        Shape(name="ragged_lists", make=_ragged, rows=160_000 // part, row_bytes=2048, group_rows=4096, batch_size=64,
+        Shape(name="ragged_lists", make=_ragged, rows=400_000 // part, row_bytes=2048, group_rows=4096, batch_size=64,
               ragged=("value",)),
-        Shape(name="fixed_2kb", make=_fixed, rows=240_000 // part, row_bytes=2048, group_rows=4096, batch_size=64),
-        Shape(name="strings", make=_strings, rows=2_400_000 // part, row_bytes=40, group_rows=131_072, batch_size=1024),
-        Shape(name="nullable", make=_with_nulls, rows=2_400_000 // part, row_bytes=24, group_rows=131_072, batch_size=1024,
+        Shape(name="fixed_2kb", make=_fixed, rows=480_000 // part, row_bytes=2048, group_rows=4096, batch_size=64),
+        Shape(name="strings", make=_strings, rows=9_600_000 // part, row_bytes=40, group_rows=131_072, batch_size=1024),
+        Shape(name="nullable", make=_with_nulls, rows=9_600_000 // part, row_bytes=24, group_rows=131_072, batch_size=1024,
               columns=("a", "b", "c"), nullable=("a", "b", "c")),
         Shape(name="deletes", make=_with_kind, rows=3_000_000 // part, row_bytes=24, group_rows=131_072, batch_size=1024,
               columns=("a", "b", "c"), dead=0.2),

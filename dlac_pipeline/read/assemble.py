@@ -15,8 +15,8 @@ from dlac_pipeline.rows.columns import Array, Column, ColumnKind, Ints
 
 _ONE_BY_ONE_BYTES = 512
 """Values of this length on average are copied one by one. Shorter ones are laid side by side first."""
-_CALL_BYTES = 2**13
-"""Rows of fewer bytes are not worth a call of their own: they are gathered with those of other batches, then copied."""
+_CALL_BYTES = 2**16
+"""Rows of fewer bytes are not worth a call of their own: so many are gathered in a processor's cache, then copied."""
 Piece = tuple[Column, Ints, Ints]
 """Rows of a column, and the slots of the batch that they go to, one slot per row."""
 
@@ -85,15 +85,15 @@ def _spread(out: Array, values: Array, rows: Ints | slice, places: Ints | None) 
     if isinstance(rows, slice):
         out[:] = values[rows].reshape(out.shape)
         return
-    if out[0].nbytes < _CALL_BYTES:
-        out[:] = np.take(values, rows, axis=0, mode="clip").reshape(out.shape)
-        return
-    for batch, mine in zip(out, rows.reshape(out.shape[:2]), strict=True):
-        if values.dtype == out.dtype:
+    together = max(1, _CALL_BYTES // max(1, out[0].nbytes))
+    by_batch = rows.reshape(out.shape[:2])
+    for first in range(0, len(out), together):
+        batches, mine = out[first : first + together], by_batch[first : first + together]
+        if together == 1 and values.dtype == out.dtype:
             # Mode "clip" lets numpy write into `out` without a buffer between; rows are in range.
-            np.take(values, mine, axis=0, out=batch, mode="clip")
+            values.take(mine[0], axis=0, out=batches[0], mode="clip")
         else:
-            batch[:] = values[mine]
+            batches[:] = values.take(mine, axis=0, mode="clip")
 
 
 def _dense(kind: ColumnKind, pieces: Sequence[Piece], slots: int, length: int) -> Array:
@@ -154,12 +154,13 @@ def _span(indices: Ints) -> slice | None:
 
 
 def _ragged(kind: ColumnKind, pieces: Sequence[Piece], slots: int, buffers: Buffers) -> dict[str, Array]:
+    taken = [(*_side_by_side(column, rows), at) for column, rows, at in pieces]
     lengths = np.zeros(slots, dtype=np.int64)
-    for column, rows, at in pieces:
-        lengths[at] = _lengths(column)[rows]
+    for column, rows, at in taken:
+        lengths[at] = _lengths(column, rows)
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     values = buffers.lease(int(offsets[-1]) * kind.items.itemsize).view(kind.items)
-    for column, rows, at in pieces:
+    for column, rows, at in taken:
         _copy_ragged(values, offsets, column, rows, at)
     return {kind.name: values, f"{kind.name}.offsets": offsets}
 
@@ -167,15 +168,18 @@ def _ragged(kind: ColumnKind, pieces: Sequence[Piece], slots: int, buffers: Buff
 def _ragged_run(
     kind: ColumnKind, pieces: Sequence[RunPiece], batches: int, slots: int, buffers: Buffers
 ) -> dict[str, BatchArrays]:
-    lengths = np.zeros((batches, slots), dtype=np.int64)
-    for column, rows, places, span in pieces:
-        _spread(lengths[:, span], _lengths(column), rows, places)
-    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    values = buffers.lease(int(starts[-1]) * kind.items.itemsize).view(kind.items)
     slot_of = np.arange(batches * slots, dtype=np.int64).reshape(batches, slots)
+    taken = []
     for column, rows, places, span in pieces:
         at = slot_of[:, span].reshape(-1)
-        _copy_ragged(values, starts, column, rows, at if places is None else at[places])
+        taken.append((*_side_by_side(column, rows), at if places is None else at[places]))
+    lengths = np.zeros(batches * slots, dtype=np.int64)
+    for found, rows, at in taken:
+        lengths[at] = _lengths(found, rows)
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    values = buffers.lease(int(starts[-1]) * kind.items.itemsize).view(kind.items)
+    for found, rows, at in taken:
+        _copy_ragged(values, starts, found, rows, at)
     bounds = starts[::slots]
     offsets = np.concatenate([starts[:-1].reshape(batches, slots), bounds[1:, None]], axis=1) - bounds[:-1, None]
     return {
@@ -184,24 +188,29 @@ def _ragged_run(
     }
 
 
-def _lengths(column: Column) -> Ints:
-    offsets = column.offsets
-    return np.zeros(column.rows, dtype=np.int64) if offsets is None else offsets[1:] - offsets[:-1]
+def _side_by_side(column: Column, rows: Ints | slice) -> tuple[Column, Ints | slice]:
+    """Return rows of a ragged column as they are, or gathered if they are short."""
+    if isinstance(rows, slice) or column.nbytes >= _ONE_BY_ONE_BYTES * column.rows:
+        return column, rows
+    span = as_span(rows)
+    return (column, span) if isinstance(span, slice) else _gather_rows(column, rows)
+
+
+def _lengths(column: Column, rows: Ints | slice) -> Ints:
+    offsets = np.zeros(column.rows + 1, dtype=np.int64) if column.offsets is None else column.offsets
+    return offsets[1:][rows] - offsets[:-1][rows]
 
 
 def _copy_ragged(out: Array, starts: Ints, column: Column, rows: Ints | slice, at: Ints) -> None:
     """Copy the values of rows to the slots `at`, whose values begin at `starts`. Neighbors that stay neighbors are one copy."""
     if column.offsets is None or not len(at):
         return
+    parts = at[1:] - at[:-1] != 1
     if not isinstance(rows, slice):
-        mean_bytes = column.nbytes / max(1, column.rows)
-        if mean_bytes < _ONE_BY_ONE_BYTES:
-            column, rows = _gather_rows(column, rows)
-    taken = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
-    breaks = np.flatnonzero((np.diff(taken) != 1) | (np.diff(at) != 1))
+        parts |= rows[1:] - rows[:-1] != 1
+    breaks = np.flatnonzero(parts)
     first, last = np.concatenate([[0], breaks + 1]), np.append(breaks, len(at) - 1)
-    assert column.offsets is not None
-    begins, ends = column.offsets[taken[first]], column.offsets[taken[last] + 1]
+    begins, ends = column.offsets[:-1][rows][first], column.offsets[1:][rows][last]
     for to, begin, end in zip(starts[at[first]].tolist(), begins.tolist(), ends.tolist(), strict=True):
         out[to : to + end - begin] = column.values[begin:end]
 
@@ -210,8 +219,8 @@ def _gather_rows(column: Column, rows: Ints) -> tuple[Column, slice]:
     """Return rows of a ragged column side by side. Arrow copies small values row by row without Python."""
     assert column.offsets is not None
     size = column.values.itemsize
-    offsets = pa.py_buffer(np.ascontiguousarray(column.offsets * size))
+    offsets = pa.py_buffer(np.ascontiguousarray(column.offsets if size == 1 else column.offsets * size))
     values = pa.py_buffer(np.ascontiguousarray(column.values).view(np.uint8))
     array = pa.LargeBinaryArray.from_buffers(pa.large_binary(), column.rows, [None, offsets, values])
     ends, content = byte_strings_in(array.take(pa.array(rows)))
-    return Column(content.view(column.values.dtype), ends // size), slice(0, len(rows))
+    return Column(content.view(column.values.dtype), ends if size == 1 else ends // size), slice(0, len(rows))

@@ -25,18 +25,21 @@ class Wanted(Generic[Prepared]):
     size_of: Callable[[Prepared], int]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Request:
     """A block that is being prepared, or is."""
 
     wanted: Wanted[Any]
     future: Future[Any]
+    _size_bytes: int | None = None
 
     @property
     def size_bytes(self) -> int:
         """Known where it is prepared, until then estimated."""
-        done = self.future.done() and not self.future.cancelled() and self.future.exception() is None
-        return self.wanted.size_of(self.future.result()) if done else self.wanted.size_bytes
+        if self._size_bytes is None and self.future.done():
+            failed = self.future.cancelled() or self.future.exception() is not None
+            self._size_bytes = self.wanted.size_bytes if failed else self.wanted.size_of(self.future.result())
+        return self.wanted.size_bytes if self._size_bytes is None else self._size_bytes
 
 
 class Prefetcher:
