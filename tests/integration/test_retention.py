@@ -150,7 +150,6 @@ def test_store_outage_is_not_damage(arena: Arena, here: Command) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_retired_checkpoint_is_not_damage(arena: Arena) -> None:
     """`dlac checkpoint verify` beside a live run skips checkpoints that the run retires then, even an attempt's last one."""
     arena.table()
