@@ -1,4 +1,4 @@
-"""Bad files that commands read, by kind. `tests/bad_inputs.py` has bad values."""
+"""Bad files, variables, tables and places to write to, by kind. `tests/bad_inputs.py` has bad values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LAUNCHED = "launched"
 """A run of that lakehouse that DLAC launched, and that has no checkpoint."""
 LOOP = {"loop": "loop"}
 """A link to itself."""
-PLAN, TRAIN = ["plan", "spec.yaml"], ["train", "spec.yaml"]
+TRAIN = ["train", "spec.yaml"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,8 +40,6 @@ class BadInput:
     environment: dict[str, str] = field(default_factory=dict)
     recorded: bytes | None = None
     """Content of the spec.json of the launched run."""
-    warns_of: str = ""
-    """Text that a warning names, if the command is to succeed nevertheless."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +48,6 @@ class Made:
 
     weights: bytes = b"w" * 64
     passport: bytes = b"{}\nfilter"
-    record: bytes = b"PAR1" * 16
     key: bytes = b""
     public_key: bytes = b""
     spec: bytes = b"{}"
@@ -67,26 +64,23 @@ def damaged(content: bytes) -> dict[str, bytes]:
 
 
 def bad_files(spec: Mapping[str, Any], made: Made) -> Iterator[BadInput]:
-    """Yield bad inputs of files. `spec` is a valid job spec."""
-    found = [part(dict(spec), made) for part in (_passports, _records, _certificates, _recorded_specs, _adopted)]
-    found += [part(dict(spec), made) for part in (_shadows, _queries, _job_files)]
-    found += [part(dict(spec), made) for part in (_functions, _beside_jobs)]
+    """Yield bad inputs of files, variables, tables and places. `spec` is a valid job spec."""
+    found = [part(dict(spec), made) for part in (_passports, _certificates, _recorded_specs, _adopted)]
+    found += [part(dict(spec), made) for part in (_shadows, _job_files, _variables, _registered, _places)]
     yield from chain.from_iterable(found)
 
 
 def _passports(_: dict[str, Any], made: Made) -> Iterator[BadInput]:
     asked = ["passport", "check", "w.safetensors", "5"]
 
-    def with_passport(name: str, passport: bytes, weights: bytes = made.weights, home: str = "") -> BadInput:
-        files = {"w.safetensors": weights, "w.safetensors.passport": passport}
+    def with_passport(name: str, passport: bytes, home: str = "") -> BadInput:
+        files = {"w.safetensors": made.weights, "w.safetensors.passport": passport}
         environment = {"DLAC_HOME": home} if home else {}
         return BadInput(kind="passport", name=name, arguments=asked, files=files, environment=environment)
 
     yield BadInput(kind="passport", name="none", arguments=asked, files={"w.safetensors": made.weights})
     for name, content in damaged(made.passport).items():
         yield with_passport(name, content)
-    for name, content in damaged(made.weights).items():
-        yield with_passport(f"weights: {name}", made.passport, content)
     for name, facts in _changed(made.passport.partition(b"\n")[0]):
         content = made.passport.partition(b"\n")[2]
         facts.pop("digest", None)
@@ -107,18 +101,6 @@ def _changed(content: bytes) -> Iterator[tuple[str, dict[str, Any]]]:
         for value in (None, -5, "nope", [5], {"x": [1]}):
             if value != known[name]:
                 yield f"{name} = {value!r}", {**known, name: value}
-
-
-def _records(_: dict[str, Any], made: Made) -> Iterator[BadInput]:
-    asked = ["audit", FINISHED, "--record", "r.audit"]
-    contents = damaged(made.record) | {"other Parquet": made.parquet, "weights": made.weights}
-    del contents["a changed bit"]  # no reader uses some of them, and `test_audit_record` changes many
-    for name, content in contents.items():
-        yield BadInput(kind="audit record", name=name, arguments=asked, files={"r.audit": content})
-    files, other = {"r.audit": made.record}, ["audit", LAUNCHED, *asked[2:]]
-    yield BadInput(kind="audit record", name="of another run", arguments=other, files=files)
-    for place in ("missing/r.audit", ".", "loop", "loop/r.audit", "", "~nouser/r.audit", "x" * 300):
-        yield BadInput(kind="audit record", name=repr(place), arguments=[*asked[:3], place], links=LOOP)
 
 
 def _certificates(_: dict[str, Any], made: Made) -> Iterator[BadInput]:
@@ -165,10 +147,8 @@ def _recorded_specs(_: dict[str, Any], made: Made) -> Iterator[BadInput]:
     for name, content in contents.items():
         if name not in optional and content:
             yield BadInput(kind="spec.json", name=name, arguments=["recover", LAUNCHED], recorded=content)
-    for command in ("checkpoint retire", "rehearse", "checkpoint export", "checkpoint export-state", "recover"):
-        arguments = [*command.split(), LAUNCHED, *(["out"] if "export" in command else [])]
-        for name in ("nothing", "half", "list", "deep", "bytes"):
-            yield BadInput(kind="spec.json", name=f"{command}: {name}", arguments=arguments, recorded=contents[name])
+    for command in (["checkpoint", "retire", LAUNCHED], ["checkpoint", "export", LAUNCHED, "out"]):
+        yield BadInput(kind="spec.json", name=" ".join(command), arguments=command, recorded=contents["half"])
 
 
 class _Shell:
@@ -193,10 +173,7 @@ def _adopted(spec: dict[str, Any], made: Made) -> Iterator[BadInput]:
     for file in (".metadata", "mp_rank_00_model_states.pt", "model.safetensors", "model.safetensors.index.json"):
         for name, content in damaged(made.weights[:200]).items():
             yield adopted(f"{file}: {name}", {file: content})
-    for latest in (b"", b"nope", b"..", b"a\0b", b"x" * 300, bytes(range(128, 256))):
-        yield adopted(f"latest = {latest[:20]!r}", {"latest": latest})
     yield adopted("loop", {}, links={"old": "old"})
-    yield adopted("loop inside", {"x": b""}, links={"old/.metadata": ".metadata"})
     yield BadInput(kind="adopt", name="a file", arguments=["checkpoint", "adopt", "spec.yaml", "spec.yaml"], spec=spec)
 
 
@@ -217,17 +194,6 @@ def _shadows(spec: dict[str, Any], made: Made) -> Iterator[BadInput]:
         yield shadow(name, json.dumps(facts).encode() + b"\n" + b"\xff" * 12)
 
 
-def _queries(_: dict[str, Any], made: Made) -> Iterator[BadInput]:
-    for name in ("nothing", "half", "text", "zeros", "bytes", "deep"):
-        content = damaged(b"SELECT * FROM WHERE nope")[name]
-        yield BadInput(kind="query file", name=name, arguments=["sql", "@q.sql"], files={"q.sql": content})
-    for file in ("missing.sql", ".", "loop", "", "~nouser/q.sql", "x" * 300):
-        yield BadInput(kind="query file", name=repr(file), arguments=["sql", f"@{file}"], links=LOOP)
-    for place in (".", "missing/x.duckdb", "loop", "full.duckdb", "x" * 300, "~nouser/x", "", " "):
-        arguments, files = ["sql", "--database", place], {"full.duckdb": b"content"}
-        yield BadInput(kind="query file", name=f"--database {place!r}", arguments=arguments, files=files, links=LOOP)
-
-
 def _job_files(_: dict[str, Any], made: Made) -> Iterator[BadInput]:
     bomb = "\n".join(["a0: &a0 [x, x]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 40))])
     contents = {
@@ -243,43 +209,57 @@ def _job_files(_: dict[str, Any], made: Made) -> Iterator[BadInput]:
     }
     for name, content in contents.items():
         yield BadInput(kind="spec file", name=name, arguments=["plan", name], files={name: content})
-    composed, decomposed = "\u00e9.toml", "e\u0301.toml"  # NFC and NFD
-    yield BadInput(kind="spec file", name="NFC of an NFD name", arguments=["plan", composed], files={decomposed: b""})
-    yield BadInput(kind="spec file", name="NFD of an NFC name", arguments=["plan", decomposed], files={composed: b""})
     links, files = {"loop.toml": "loop.toml", "dangling.yaml": "nowhere"}, {"folder.toml/x": b""}
     for name in ("loop.toml", "dangling.yaml", "folder.toml", "x" * 300 + ".toml", "loop.toml/x.toml"):
-        for command in (["plan", name], ["status", FINISHED, "--spec", name], ["init", name, "--add", "second"]):
-            text = f"{command[0]} {name!r}"
-            yield BadInput(kind="spec file", name=text, arguments=command, links=links, files=files)
+        yield BadInput(kind="spec file", name=repr(name), arguments=["plan", name], links=links, files=files)
 
 
-def _functions(spec: dict[str, Any], _: Made) -> Iterator[BadInput]:
-    """Yield scripts of transforms, and paths of training scripts."""
-    of_rows = {
-        "no parameter": b"def f():\n    return 5\n",
-        "returns a number": b"def f(b):\n    return 5\n",
-        "raises": b"def f(b):\n    raise RuntimeError('x')\n",
-    }
-    settings = {"table": "src.t", "columns": ["row_id"], "batch_size": 32, "transform": "t.py:f"}
-    for name, content in of_rows.items():
-        yield BadInput(kind="transform", name=f"of rows: {name}", dataset=settings, files={"t.py": content})
-    functions = {"syntax": b"def f(:\n", "a number": b"f = 5\n", "raises": b"raise RuntimeError('x')\n"}
-    named = {**spec, "source": {**spec["source"], "transform": "t.py:f"}}
-    for name, content in (functions | {"nothing": b"", "exits": b"import sys\nsys.exit(0)\n"}).items():
-        yield BadInput(kind="transform", name=name, arguments=PLAN, spec=named, files={"t.py": content})
-    links, files = {**LOOP, "dangling": "nowhere"}, {"folder/x": b"", "e\u0301.py": b""}
-    for script in ("missing.py", ".", "loop", "folder", "~nouser/x.py", "x" * 300, "\u00e9.py", "dangling"):
-        named = {**spec, "run": "scripted", "launch": {"script": script}}
-        yield BadInput(kind="script", name=repr(script), arguments=TRAIN, spec=named, links=links, files=files)
+def _variables(spec: dict[str, Any], _: Made) -> Iterator[BadInput]:
+    def variable(name: str, value: str, arguments: list[str], **facts: Any) -> BadInput:
+        environment = {"PET_MASTER_ADDR": "host", name: value} if name == "PET_MASTER_PORT" else {name: value}
+        return BadInput(
+            kind="variable", name=f"{name}={value!r}", arguments=arguments, environment=environment, **facts
+        )
+
+    train = {**spec, "run": "varied", "launch": {**spec["launch"], "script": "missing.py"}}
+    for name, values in _TORCHRUN.items():
+        yield from (variable(f"PET_{name}", value, TRAIN, spec=train) for value in values)
+    for home in (" ", "a\nb", "s3://x", "~nouser/x", "loop", "file", "/dev/null", "x" * 300, "missing"):
+        yield variable("DLAC_HOME", home, ["runs"], links=LOOP, files={"file": b""})
 
 
-def _beside_jobs(spec: dict[str, Any], _: Made) -> Iterator[BadInput]:
-    """Yield keys and memories that a job spec names."""
-    files = {"short": b"short", "bytes": bytes(range(256)), "nothing": b""}
-    for key in ("missing", ".", "loop", "short", "bytes", "~nouser/key", "nothing"):
-        launch = {**spec["launch"], "nodes": "2", "rendezvous": "localhost:29555", "rendezvous_key_file": key}
-        named = {**spec, "run": "keyed", "launch": launch}
-        yield BadInput(kind="rendezvous key", name=repr(key), arguments=TRAIN, spec=named, links=LOOP, files=files)
-    for place in ("/nope/shm", "/dev/null", "/etc/hostname", "/dev/shm/" + "x" * 300, "/dev/shmm"):
-        named = {**spec, "run": "kept", "checkpoint": {"memory": place}}
-        yield BadInput(kind="memory", name=repr(place), arguments=TRAIN, spec=named)
+_TORCHRUN = {
+    "NNODES": ["many", "3:2"],
+    "NPROC_PER_NODE": ["0", "many", ""],
+    "RDZV_CONF": ["nope=1", "timeout=many", "="],
+    "RDZV_ENDPOINT": ["host:port", "host:99999"],
+    "MASTER_PORT": ["many"],
+}
+
+
+def _registered(_: dict[str, Any], made: Made) -> Iterator[BadInput]:
+    for name, content in damaged(made.parquet[-300:]).items():
+        arguments = ["table", "register", "new.files", "data"]
+        yield BadInput(kind="Parquet", name=name, arguments=arguments, files={"data/a.parquet": content})
+    for place in ("", "missing", "nope://x", "s3://", "loop", "~nouser/x", "x" * 300, "[", "data/*.csv", "/dev/null"):
+        arguments = ["table", "register", "new.files", place]
+        yield BadInput(kind="Parquet", name=f"at {place!r}", arguments=arguments, files={"data/b": b""}, links=LOOP)
+
+
+def _places(spec: dict[str, Any], _: Made) -> Iterator[BadInput]:
+    """Yield folders and files that commands write to."""
+    finished, files = {**spec, "run": FINISHED}, {"file": b"", "file.pub.pem": b""}
+    of_run = [FINISHED, "--spec", "spec.yaml"]
+    commands = [
+        ["forget", "new-key"],
+        ["init", "src.t", "--into"],
+        ["checkpoint", "export-state", *of_run],
+        ["rehearse", *of_run, "--sandbox"],
+    ]
+    for place in ("/dev/null/x", "loop", "loop/x", "~nouser/x", "x" * 300, "file", "file/x"):
+        common: dict[str, Any] = {"kind": "place", "links": LOOP, "files": files}
+        for name in ("store", "local"):
+            changed = {**spec, "run": "placed", "checkpoint": {name: place, "memory": ""}}
+            yield BadInput(name=f"checkpoint.{name} = {place!r}", arguments=TRAIN, spec=changed, **common)
+        for command in commands:
+            yield BadInput(name=f"{command[0]} {place!r}", arguments=[*command, place], spec=finished, **common)

@@ -6,6 +6,7 @@ import copy
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from types import UnionType
 from typing import Annotated, Any, Literal
 
@@ -15,7 +16,6 @@ from pydantic import BaseModel
 from dlac_pipeline.spec.job_spec import full_spec
 from dlac_pipeline.spec.spec_problems import bounds_of
 from tests.bad_files import FINISHED, LOOP, BadInput, Made, bad_files
-from tests.bad_places import bad_places
 
 SECRET = "hunter2"
 _INF, _NAN = float("inf"), float("nan")
@@ -44,8 +44,8 @@ _VALUES: dict[str, list[Any]] = {
 
 def bad_inputs(script: str, made: Made) -> list[BadInput]:
     """Return every bad input. `script` is an existing training script."""
-    others = [*bad_files(valid_spec(script), made), *bad_places(valid_spec(script), made)]
-    return [*_of_specs(script), *_of_commands(), *_of_options(script), *_of_datasets(), *others]
+    values = (_of_specs(script), _of_commands(), _of_options(script), _of_datasets())
+    return [*chain.from_iterable(values), *bad_files(valid_spec(script), made)]
 
 
 def valid_spec(script: str) -> dict[str, Any]:
@@ -137,38 +137,24 @@ _OPTIONS: dict[tuple[str, ...], dict[str, Sequence[str]]] = {
     ("checkpoint", "export", FINISHED, "out", "--spec", "spec.yaml"): {
         "--step": _STEPS,
         "--part": ("nope", "../model"),
-        "--config": ("missing", "spec.yaml", "loop", "~nouser/x"),
+        "--config": ("missing", "loop", "~nouser/x"),
     },
-    ("checkpoint", "export-state", FINISHED, "out", "--spec", "spec.yaml"): {"--step": _STEPS, "--spec": ("loop",)},
     ("fork", FINISHED, "--as", "other", "--spec", "spec.yaml"): {"--step": _STEPS, "--checkpoint": ("nope",)},
     ("rewind", FINISHED): {"--to-step": _STEPS, "--checkpoint": ("nope",)},
-    ("rewind", FINISHED, "--to-step", "5"): {
-        "--exclude": ("", "\t", "(", "nope = 1", "row_id = 'x'"),
-        "--source": ("nope",),
-    },
-    ("ledger", "rebuild", "--dry-run"): {
-        "--journal": ("missing", "loop", "nope://x", "s3://", "spec.yaml", "~nouser/x")
-    },
+    ("rewind", FINISHED, "--to-step", "5"): {"--exclude": ("", "\t", "(", "nope = 1"), "--source": ("nope",)},
+    ("ledger", "rebuild", "--dry-run"): {"--journal": ("missing", "loop", "nope://x", "s3://", "spec.yaml")},
     ("train", "spec.yaml"): {
-        "--plan-id": ("nope",),
         "--nodes": ("0", "2:1", "many"),
         "--rendezvous": ("host", "host:0", ":5"),
-        "--nproc-per-node": ("0", "-1", "many", "5000"),
         "--rdzv-conf": ("x", "x=1", "timeout=x"),
     },
     ("chaos", "spec.yaml"): {
-        "--kill": ("rank", "nope@step=1", "rank@", "rank@step=0", "rank:9@step=1", "node:1@step=1", "rank@-1s"),
+        "--kill": ("rank", "nope@step=1", "rank@", "rank@step=0", "node:1@step=1", "rank@-1s"),
         "--every": ("0s", "-1s", "x", "nan", "2d", "1e999s"),
     },
-    ("chaos", "spec.yaml", "--kill", "rank@step=5"): {
-        "--cascade": ("x", "0", "101"),
-        "--away": ("x", "0s", "-1s"),
-        "--run": ("../x", "a\nb"),
-        "--out": ("missing/x", "/", "."),
-    },
-    ("chaos", "spec.yaml", "--every", "60s"): {"--kinds": ("nope", "rank,", ",", "rank nope"), "--faults": ("0",)},
-    ("init", "src.t"): {"--run": ("../x",), "--columns": ("nope", "x,", ",", "x,x"), "--catalog": ("nope",)},
-    ("forget", "rows", "src.t"): {"--where": ("", "\t", "(", "nope = 1", "row_id = 'x'", "row_id = 99999999", "1")},
+    ("chaos", "spec.yaml", "--kill", "rank@step=5"): {"--cascade": ("x", "0"), "--away": ("x", "0s")},
+    ("init", "src.t"): {"--columns": ("nope", "x,", ",", "x,x"), "--catalog": ("nope",)},
+    ("forget", "rows", "src.t"): {"--where": ("", "(", "nope = 1", "row_id = 'x'", "row_id = 99999999")},
 }
 """Arguments that are right, and the wrong values of further options."""
 
@@ -177,34 +163,20 @@ def _of_options(script: str) -> Iterator[BadInput]:
     for arguments, options in _OPTIONS.items():
         spec = valid_spec(script) | {"run": FINISHED if arguments[0] == "checkpoint" else "optional"}
         for named in ([*arguments, option, value] for option, values in options.items() for value in values):
-            yield _of_option(named, spec)
-    for value in ("", " ", "loop", "~nouser/x", "a\nb", "s3://x", "x" * 300, "/dev/null"):
-        for named in (["status", FINISHED, "--home"], ["plan", "spec.yaml", "--home"], ["status", FINISHED, "--spec"]):
-            yield _of_option([*named, value], valid_spec(script))
-
-
-def _of_option(named: list[str], spec: dict[str, Any]) -> BadInput:
-    return BadInput(kind="option", name=" ".join(map(repr, named)), arguments=named, spec=spec, links=LOOP)
+            name = " ".join(map(repr, named))
+            yield BadInput(kind="option", name=name, arguments=named, spec=spec, links=LOOP)
 
 
 _WRONG_ARGUMENTS = [
     ["nope"],
-    ["status", FINISHED, "--nope"],
     ["status", FINISHED, "--home", "/dev/null/x"],
-    ["checkpoint", "export", FINISHED, "missing/folder/out.safetensors"],
     ["rewind", FINISHED, "--to-step", "99999"],
     ["fork", FINISHED, "--as", FINISHED],
-    ["sql", ""],
-    ["sql", "SELEC 1"],
     ["sql", "SELECT * FROM nope"],
-    ["sql", "SELECT * FROM read_csv('/etc/passwd')"],
     ["sql", "CREATE TABLE x AS SELECT * FROM '/etc/passwd'"],
-    ["table", "unpin", "nodots"],
     ["checkpoint", "identify", "missing.safetensors"],
     ["checkpoint", "adopt", "spec.yaml", "missing"],
-    ["new-run", "second", "missing.toml"],
     ["logs", FINISHED, "--rank", "99"],
-    ["ledger", "upkeep", "--home", "missing"],
 ]
 
 

@@ -43,7 +43,6 @@ def dagster_run(
     status: dg.DagsterRunStatus = dg.DagsterRunStatus.STARTED,
     *,
     key: dg.AssetKey | None = None,
-    config: dict[str, Any] | None = None,
     tags: dict[str, str] | None = None,
     **of: Any,
 ) -> dg.DagsterRun:
@@ -52,7 +51,6 @@ def dagster_run(
     job = project(spec).resolve_implicit_global_asset_job_def().get_subset(asset_selection={asset})
     return instance.create_run_for_job(
         job,
-        run_config=config,
         status=status,
         tags={RUN_TAG: spec.run, **(tags or {})},
         asset_selection=frozenset({asset}),

@@ -82,8 +82,8 @@ class Saved:
     stderr: list[str]
     """Standard error of the ranks that saved it."""
 
-    def load(self, world_size: int, *, steps: int = 0) -> RankResults:
-        """Load it with `world_size` ranks, which then train `steps` steps."""
+    def load(self, world_size: int) -> RankResults:
+        """Load it with `world_size` ranks."""
         dump = self.folder.parent / f"loaded-{world_size}.pt"
         return run_ranks(
             world_size,
@@ -92,7 +92,6 @@ class Saved:
             folder=self.folder,
             saved_world_size=self.world_size,
             after=STEPS,
-            steps=steps,
             **self.request,
         )
 

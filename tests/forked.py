@@ -60,7 +60,7 @@ class Forked(subprocess.Popen[Any]):
     """A program of Python, forked. Arguments that name options of the interpreter other than -c and -m are not supported."""
 
     def _execute_child(self, args: Sequence[str], *rest: Any) -> None:
-        """Replace Popen's method. Of the other arguments in `rest` some are used."""
+        """Replace Popen's method. Some arguments in `rest` are used."""
         cwd, env = rest[4:6]
         stdin_end, _, _, stdout_end, _, stderr_end = rest[9:15]
         streams = [
@@ -120,7 +120,7 @@ def _fork_apart(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int
 def _fork_here(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
     """Do as `_fork_apart` in a program that was forked itself, unless a library has begun threads since.
 
-    A supervisor has three threads of its own by then. They may hold the locks of its streams, and no others.
+    A supervisor has started three threads by then. They may hold the locks of its streams, and no others.
     """
     if not _is_fork_server(args) or not len(os.listdir("/proc/self/task")) == threading.active_count() <= 4:
         return _spawn(path, args, passfds)

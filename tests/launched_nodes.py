@@ -126,7 +126,7 @@ def wait_for_spare(spec: JobSpec, ledger: str) -> None:
 
 
 def check_exact(campaign: Arena, run: str, world_sizes: list[int], **changes: Any) -> None:
-    """Check that batches are those of an undisturbed run, losses differ by rounding only, and each row is consumed once.
+    """Check that batches equal an undisturbed run's, losses differ by rounding only, and each row is consumed once.
 
     `world_sizes` are the run's last ones. `changes` are changes of its job that the undisturbed run needs too.
     """

@@ -1,4 +1,4 @@
-"""The smallest valid job spec, manifest and recovery, for tests that need one of them and no lakehouse."""
+"""The smallest valid job spec, manifest and recovery, for tests that need such a record and no lakehouse."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def test_help_imports_no_extension(installed: Path) -> None:
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("name", [*_OURS, "energy", "power"])
 def test_command_shows_listed_line(name: str) -> None:
-    """The line of a command in `dlac --help`, or in that of its group, begins the help of the command."""
+    """The line of a command in the help of `dlac`, or of its group, begins the help of the command."""
     *group, last = name.split(".")
     [line] = [each.removeprefix(last).strip() for each in listed(*group) if each.startswith(f"{last} ")]
     assert len(line) > 20

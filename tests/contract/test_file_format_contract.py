@@ -71,7 +71,7 @@ WRITERS: dict[str, Callable[[pa.Table, Any], None]] = {
 
 @pytest.fixture(params=sorted(WRITERS))
 def suffix(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
-    """The suffix of a format. That of the other author is installed."""
+    """The suffix of a format. The other author's is installed."""
     if request.param == "arrow":
         source = (PROGRAMS / "arrow_files.py").read_text()
         folder = tmp_path / "installed"

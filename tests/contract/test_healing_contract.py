@@ -29,7 +29,7 @@ _NO_PROCESS = 2**31 - 1
 
 
 class Starts(RankStart):
-    """The start of ranks that have no processes. `live` has those that run."""
+    """The start of ranks that have no processes. `live` has the running ones."""
 
     def __init__(self, spec: JobSpec, folder: Path) -> None:
         super().__init__(RankStarter(), spec, folder, Share(world_size=RANKS, ranks=RANKS))
@@ -52,7 +52,7 @@ class Starts(RankStart):
 
 @pytest.fixture(params=["replicas", "spares"])
 def spec(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JobSpec:
-    """A job spec that chooses a way of healing. That of the other author is installed, and no lighthouse is started."""
+    """A job spec that chooses a way of healing. The other author's is installed, and no lighthouse is started."""
     (site := tmp_path / "site").mkdir()
     source = (PROGRAMS / "spare_ranks.py").read_text()
     install_distribution(

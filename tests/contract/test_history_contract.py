@@ -47,7 +47,7 @@ SOURCES = {"iceberg": "src.t", "growing": "growing:/lake/t"}
 
 @pytest.fixture(autouse=True)
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Install a history of another distribution, for the sources of its own format."""
+    """Install a history of another distribution, for the sources of the format that it adds."""
     (site := tmp_path / "site").mkdir()
     points = {HISTORIES.group: ["growing = growing_history:Grown"]}
     monkeypatch.syspath_prepend(str(install_distribution(site, "growing", {"growing_history": _GROWING}, points)))

@@ -79,7 +79,7 @@ def test_check_starts_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_rendered_job_has_no_secret(name: str) -> None:
-    """A job is shown with *** for secrets. The launcher without one refuses, and names those that have one."""
+    """A job is shown with *** for secrets. The launcher without one refuses, and names the launchers that have one."""
     launch = {**GOOD["launch"], "on": name, "rendezvous": "h:1", "env": {"HF_TOKEN": SECRET}}
     request = Request(spec=parse_spec({**GOOD, "launch": launch, **cluster_for(name)}, origin="the test"))
     if name == HERE:

@@ -29,7 +29,7 @@ HUDI_TABLE = Path(__file__).parents[1] / "hudi_tables" / "cow_v9_txns_simple_nom
 
 @dataclass(frozen=True, kw_only=True)
 class SourceTable:
-    """A table of a format, and its versions. `values` are those of a column as another reader finds them in a version."""
+    """A table of a format, and its versions. `values` are a column's as another reader finds them in a version."""
 
     format: str
     location: Path

@@ -1,4 +1,4 @@
-"""A run that follows a table which grows and is compacted, by processes of which one is killed."""
+"""A run that follows a table which grows and is compacted, by two processes. One is killed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @pytest.mark.slow
 def test_appends_outlive_compaction_and_kill(arena: Arena) -> None:
-    """One rank trains the first rows. Two ranks train what comes next, and one of them dies. Each row is consumed once."""
+    """One rank trains the first rows. Two ranks train what comes next, and a rank dies. Each row is consumed once."""
     arena.table(appends=(160, 160), row_group_rows=20)
     changes: dict[str, Any] = {"follow": "appends", "identity_columns": ["row_id"], "passes": 1, "every_steps": 3}
     launch = arena.launch(arena.spec("r", world_size=1, **changes))

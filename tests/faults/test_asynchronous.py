@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def test_stalled_commit_delays_next_checkpoint(campaign: Arena) -> None:
     """One checkpoint is in flight. Training waits at the next one instead of keeping several copies, and loses nothing."""
     run = "asynchronous-slow"
-    changes: dict[str, Any] = {"env": {"SABOTAGE": "sleep-before-commit@20"}, "mode": "asynchronous"}
+    changes: dict[str, Any] = {"env": {"COMMIT_SLEEPS_S": "0,2,0"}, "mode": "asynchronous"}
     launch = campaign.launch(campaign.spec(run, "train_sabotaged.py", passes=1, **changes))
     check_finished(campaign, run, launch)
     stalls = {event["step"]: event["phases"]["stall"] for event in launch.of("checkpoint")}

@@ -31,7 +31,7 @@ from dlac_pipeline.supervise.liveness.run_lock import lock_path
 from examples.demo.live_run import LiveRun
 from examples.demo.local_dagster import LocalDagster
 from tests.conftest import PROGRAMS, Arena, source_rows, wait_until
-from tests.programs.source_day import Day, Source, day_json
+from tests.programs.source_day import HOURS, SEED, Source, log_file
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries cause warnings
 
@@ -44,9 +44,9 @@ VICTIMS = ("rank", "supervisor", "dagster run")
 class Killer:
     """A killer of the run's processes, each time in the first seconds of training."""
 
-    def __init__(self, live: LiveRun, seed: int) -> None:
+    def __init__(self, live: LiveRun) -> None:
         self._live = live
-        self._dice = random.Random(seed)
+        self._dice = random.Random(SEED)
         self._at = 0.0
         self._last_rank: object = None
         self.killed: Counter[str] = Counter()
@@ -76,13 +76,7 @@ class Killer:
 
 
 @pytest.fixture
-def following(arena: Arena) -> tuple[Path, Day]:
-    """A job that follows a table, which is empty yet."""
-    return start_day(arena)
-
-
-@pytest.fixture
-def dagster(arena: Arena, following: tuple[Path, Day], tmp_path: Path) -> Iterator[LocalDagster]:
+def dagster(arena: Arena, job: Path, tmp_path: Path) -> Iterator[LocalDagster]:
     """A daemon that evaluates DLAC's schedules every few seconds, and knows that job."""
     workspace = tmp_path / "workspace.yaml"
     program = PROGRAMS / "day_in_fast_motion.py"
@@ -95,24 +89,22 @@ def dagster(arena: Arena, following: tuple[Path, Day], tmp_path: Path) -> Iterat
 
 
 @pytest.mark.soak
-def test_day_of_continual_training_ends_exact(arena: Arena, following: tuple[Path, Day], dagster: LocalDagster) -> None:
-    """24 hours of appends, deletes, merges, expiries, a new column and a rename. Each row is read once if it was live."""
-    job, day = following
+def test_day_of_continual_training_ends_exact(arena: Arena, job: Path, dagster: LocalDagster) -> None:
+    """24 hours of appends, deletes, merges and expiries. Each row is read once if it was live."""
     spec = read_spec(job).resolved(arena.home)
-    killer = Killer(LiveRun(spec.checkpoint.store, RUN), day.seed)
-    command = [sys.executable, "-m", "tests.programs.source_day", str(arena.home), day_json(day)]
+    killer = Killer(LiveRun(spec.checkpoint.store, RUN))
+    command = [sys.executable, "-m", "tests.programs.source_day", str(arena.home)]
     with subprocess.Popen(command, cwd=PROGRAMS.parents[1], stdin=subprocess.PIPE) as writer:
         assert writer.stdin is not None
-        for _ in range(day.hours):
+        for _ in range(HOURS):
             writer.stdin.write(b"\n")
             writer.stdin.flush()
             pass_an_hour(arena, killer)
     assert writer.returncode == 0
     assert min(killer.killed[victim] for victim in VICTIMS) >= 2, killer.killed
-    fill_up(arena, dagster, job, day)
-    changes = [json.loads(line) for line in Path(day.log).read_text().splitlines()]
-    check_rows(arena, changes)
-    check_clean_end(arena, dagster, read_spec(job).resolved(arena.home))
+    fill_up(arena, dagster, job)
+    check_rows(arena, logged_changes(arena))
+    check_clean_end(arena, dagster, spec)
 
 
 def pass_an_hour(arena: Arena, killer: Killer) -> None:
@@ -128,8 +120,9 @@ def journal_bytes(arena: Arena) -> int:
     return sum(path.stat().st_size for path in (arena.home / "journal").iterdir())
 
 
-def start_day(arena: Arena) -> tuple[Path, Day]:
-    """Make an empty table, and a job that follows it."""
+@pytest.fixture
+def job(arena: Arena) -> Path:
+    """A job that follows a table, which is empty yet."""
     properties = {"write.parquet.row-group-limit": "50"}
     arena.lakehouse.catalog.create_table("src.t", source_rows(0, 1).schema, properties=properties)
     spec = arena.spec(
@@ -147,14 +140,18 @@ def start_day(arena: Arena) -> tuple[Path, Day]:
     job = arena.home / "jobs" / "day.yaml"
     job.parent.mkdir()
     job.write_text(yaml.safe_dump(spec.model_dump(mode="json", exclude_none=True)))
-    return job, Day(seed=7, log=str(arena.home / "source.jsonl"), job=str(job))
+    return job
 
 
-def fill_up(arena: Arena, dagster: LocalDagster, job: Path, day: Day) -> None:
+def logged_changes(arena: Arena) -> list[dict[str, Any]]:
+    """Return the changes that the writer has logged."""
+    return [json.loads(line) for line in log_file(arena.home).read_text().splitlines()]
+
+
+def fill_up(arena: Arena, dagster: LocalDagster, job: Path) -> None:
     """Wait until less than a batch is pending. Append the missing rows of that batch, and wait until it is trained."""
     wait_until_trained(arena, dagster, job)
-    source = Source(arena.home, day.renamed, Path(day.log))
-    changes = [json.loads(line) for line in Path(day.log).read_text().splitlines()]
+    source, changes = Source(arena.home), logged_changes(arena)
     source.next_id = max(row for each in changes if each["what"] == "append" for row in each["rows"]) + 1
     waiting = len(never_deleted(changes) - set(rows_read(arena)))
     source.append(BATCH - waiting % BATCH)
@@ -237,7 +234,7 @@ def check_clean_end(arena: Arena, dagster: LocalDagster, spec: JobSpec) -> None:
     pins = list_pins(arena.lakehouse, spec.source.table)
     assert all(pin.needed_by == (RUN,) for pin in pins), pins
     assert len(pins) <= 3 * KEEP
-    source = Source(arena.home, spec.source.table, arena.home / "source.jsonl")
+    source = Source(arena.home)
     source.expire(int(time.time() * 1000))
     assert len(arena.lakehouse.load(spec.source.table).snapshots()) <= len(pins) + 1
     assert audit_run(arena.lakehouse, RUN).exact  # although data files no longer exist

@@ -53,7 +53,7 @@ def spec(arena: Arena, run: str, *, world_size: int, per_reader: int, **params: 
 
 
 def test_ranks_of_a_coordinate_count_once(documents: Arena) -> None:
-    """Two readers of two ranks each lose a rank, and four readers train on: rows and losses are those of two ranks alone."""
+    """Two readers of two ranks each lose a rank, and four readers train on: rows and losses equal two ranks' alone."""
     run, whole = "shared", "alone"
     alone = documents.launch(spec(documents, whole, world_size=2, per_reader=1))
     assert alone.wait() == 0, alone.stderr

@@ -1,6 +1,6 @@
 """Nodes keep states in memory for each other: a lost rank or node costs two batches, and no checkpoint is read.
 
-All nodes are processes on this node. Each has a folder of its own in shared memory, which is removed with the node.
+All nodes are processes on this node. Each has a separate folder in shared memory, which is removed with the node.
 """
 
 from __future__ import annotations

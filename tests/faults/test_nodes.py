@@ -137,7 +137,7 @@ def test_preempted_rank_ends_its_node(campaign: Arena, two_node_job: JobSpec, wh
     If no checkpoint can be committed by the deadline, it repeats all steps since the last one.
     """
     run, env = two_node_job.run, {} if has_time else {"EXPECTED_S": "3600"}
-    leader, other = train_together(campaign, job(campaign, run, program="train_slow_commit.py", env=env))
+    leader, other = train_together(campaign, job(campaign, run, program="train_sabotaged.py", env=env))
     leaves, stays = (leader, other) if who == "the leader" else (other, leader)
     os.kill(leaves.of("attempt")[-1]["pids"][0], signal.SIGUSR1)
     assert [launch.wait() for launch in (leaves, stays)] == [0, 0], (leaves.stderr, stays.stderr)
@@ -156,7 +156,7 @@ def test_preempted_rank_ends_its_node(campaign: Arena, two_node_job: JobSpec, wh
 def test_early_node_waits_for_first_checkpoint(campaign: Arena) -> None:
     """A rescale for it follows a checkpoint, however much longer than the grace period the checkpoint takes."""
     env = {"COMMIT_SLEEPS_S": "3"}
-    spec = job(campaign, "comes-early", program="train_slow_commit.py", every_steps=1000, deadline_s=1, env=env)
+    spec = job(campaign, "comes-early", program="train_sabotaged.py", every_steps=1000, deadline_s=1, env=env)
     first = campaign.launch(spec)
     first.wait_for("training")
     (rank,) = first.of("attempt")[0]["pids"]

@@ -123,7 +123,7 @@ def test_stop_before_training_is_no_failure(campaign: Arena) -> None:
 def test_no_checkpoint_without_time(campaign: Arena) -> None:
     """Commits take 3 s and the deadline is 2 s. The ranks exit at once, the head stays, and the log has the lost work."""
     run = "no-time"
-    spec = campaign.spec(run, "train_slow_commit.py", deadline_s=2.0, env={"COMMIT_SLEEPS_S": "3"}, **TRAINING)
+    spec = campaign.spec(run, "train_sabotaged.py", deadline_s=2.0, env={"COMMIT_SLEEPS_S": "3"}, **TRAINING)
     launch = campaign.launch(spec)
     launch.wait_for("checkpoint")
     wait_for_step(campaign, run, 13)
@@ -146,7 +146,7 @@ def test_no_checkpoint_without_time(campaign: Arena) -> None:
 def test_slow_checkpoint_is_abandoned_at_deadline(campaign: Arena) -> None:
     """The emergency checkpoint hangs before its commit. All ranks end by the deadline, and the old head stays."""
     run = "too-long"
-    spec = campaign.spec(run, "train_slow_commit.py", deadline_s=4.0, env={"COMMIT_SLEEPS_S": "0,600"}, **TRAINING)
+    spec = campaign.spec(run, "train_sabotaged.py", deadline_s=4.0, env={"COMMIT_SLEEPS_S": "0,600"}, **TRAINING)
     launch = campaign.launch(spec)
     launch.wait_for("checkpoint")
     ranks = launch.ranks()
@@ -183,7 +183,7 @@ def test_checkpoint_in_progress_is_awaited(campaign: Arena) -> None:
     """Background commits take 6 s and the deadline is 9 s. The one in flight becomes the head, and no other begins."""
     run = "under-way"
     changes = {"mode": "asynchronous", "deadline_s": 9.0, "env": {"COMMIT_SLEEPS_S": "6"}}
-    launch = campaign.launch(campaign.spec(run, "train_slow_commit.py", every_steps=20, **changes, **TRAINING))
+    launch = campaign.launch(campaign.spec(run, "train_sabotaged.py", every_steps=20, **changes, **TRAINING))
     launch.wait_for("checkpoint")
     wait_for_step(campaign, run, 42)
     os.kill(launch.process.pid, signal.SIGTERM)

@@ -104,7 +104,7 @@ def test_lost_launch_delays_nobody_else(arena: Arena, spec: JobSpec, how: str) -
 
 
 def test_wait_lasts_as_requested(arena: Arena, spec: JobSpec) -> None:
-    """A launch waits until the other is lost, or until the waiting one is stopped."""
+    """A launch waits until the first one is lost, or until the waiting one is stopped."""
     with machine(arena):
         start_attempt(Plans(arena.lakehouse), spec, ClaimRequest())
     with pytest.raises(RunBusy):

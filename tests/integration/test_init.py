@@ -144,7 +144,7 @@ def test_project_has_expected_files(folder: Path, here: Command) -> None:
 
 
 def test_quickstart_shows_written_files(folder: Path, here: Command) -> None:
-    """The quickstart's job file and script are those that the command writes for its points."""
+    """The quickstart's job file and script equal the command's output for its points."""
     example = Path(__file__).parents[2] / "examples" / "quickstart"
     Path("points").mkdir()
     pq.write_table(pa.table({name: pa.array([1.5] * _ROWS, pa.float32()) for name in "xy"}), "points/0.parquet")

@@ -99,6 +99,21 @@ def train(arena: Arena, spec: JobSpec, at: dict[int, Any]) -> None:
 
 
 @pytest.mark.slow
+def test_cut_network_is_waited_for(arena: Arena, store: ObjectStore, network: Network) -> None:
+    """A network is cut in the middle of a run and mended after a while. The checkpoint that was due is committed then."""
+    spec = remote(arena, store, network.url, mode="asynchronous")
+
+    def cut() -> None:
+        network.cut()
+        threading.Timer(1.5, network.mend).start()
+
+    train(arena, spec, at={9: cut})
+    assert [row.step for row in arena.lineage("r1")] == [5, 10, 15]
+    assert audit_run(arena.lakehouse, "r1").exact
+    assert Ledger(arena.lakehouse).state("r1").fence.attempt == 1
+
+
+@pytest.mark.slow
 def test_dead_store_ends_run_at_checkpoint(arena: Arena, store: ObjectStore, network: Network) -> None:
     """After the deadline the run ends with a status that names the address. With the store back it resumes exactly."""
     spec = remote(arena, store, network.url, mode="synchronous")

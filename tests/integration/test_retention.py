@@ -150,6 +150,20 @@ def test_store_outage_is_not_damage(arena: Arena, here: Command) -> None:
 
 
 @pytest.mark.slow
+def test_retired_checkpoint_is_not_damage(arena: Arena) -> None:
+    """`dlac checkpoint verify` beside a live run skips checkpoints that the run retires then, even an attempt's last one."""
+    arena.table()
+    spec = arena.spec("r", world_size=1, passes=1, keep_last=2)
+    arena.train(spec, until=15)
+    arena.train(spec, until=25)
+    verdicts = verify_checkpoints(arena.lakehouse, "r")
+    assert next(verdicts).checkpoint.step == 20
+    arena.train(spec)
+    first = Path(spec.checkpoint.store) / spec.run / "attempt-0001"
+    wait_until(lambda: not first.exists(), what="the removal of the first attempt's folder")
+    assert list(verdicts) == []
+
+
 def test_named_checkpoint_is_kept(arena: Arena) -> None:
     """Also one that is named while the run is on: the commit that would have retired it makes its rows again."""
     arena.table()

@@ -50,7 +50,8 @@ def spec_of(arena: Arena, random: np.random.Generator) -> JobSpec:
     def source(table: str) -> dict[str, object]:
         columns = ["row_id", "pair", "short", "long", "numbers", "maybe"]
         declared = {"ragged": ["numbers"], "nullable": ["maybe"]}
-        return {"table": table, "columns": columns, **declared, "row_filter": "kind < 3" if random.integers(2) else None}
+        kept = "kind < 3" if random.integers(2) else None
+        return {"table": table, "columns": columns, **declared, "row_filter": kept}
 
     order = {"shuffle": bool(random.integers(2)), "block_slices": int(random.integers(1, 4)), "passes": 2}
     order |= {"batch_size": 24, "key_groups": int(random.choice([2, 4, 6])), "seed": int(random.integers(99))}

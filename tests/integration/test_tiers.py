@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from dlac_pipeline import DistributedState, TorchState
 from dlac_pipeline.audit.audit import audit_run
@@ -124,6 +127,32 @@ def test_retired_checkpoints_leave_both_places(arena: Arena, spec: JobSpec) -> N
     arena.train(kept)
     both = [arena.home / "far", arena.home / "near"]
     wait_until(lambda: [steps(each) for each in both] == [[15], [15]], what="the removal of the retired")
+
+
+@pytest.mark.slow
+def test_every_machine_has_verified_copy(arena: Arena, spec: JobSpec) -> None:
+    """Two ranks write parts in local folders of their machines. Resumed, the second fetches all files from the store."""
+    machines, path = arena.home / "machines", arena.home / "r1.yaml"
+    names = {"manifest.json", "torch-state.pt", "rng-00000.pt", "rng-00001.pt"}
+
+    def launch(**params: str) -> subprocess.CompletedProcess[str]:
+        params |= {**spec.params, "machines": str(machines)}
+        path.write_text(yaml.safe_dump({**spec.model_dump(), "params": params}))
+        torchrun = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node", "2"]
+        command = [*torchrun, str(arena.program("train_on_nodes.py")), str(path)]
+        return subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+
+    def files(folder: Path) -> set[str]:
+        return {path.name for path in folder.glob("r1/attempt-0001/step-*/*")}
+
+    assert launch(dies_at="8").returncode == 1
+    assert (files(arena.home / "far"), files(machines / "1")) == (names, {"rng-00001.pt"})
+    assert launch(dies_at="13").returncode == 1
+    assert files(machines / "1") == names
+    done = launch()
+    assert done.returncode == 0, done.stderr
+    assert audit_run(arena.lakehouse, "r1").exact
+    assert [row.attempt for row in arena.lineage("r1")] == [1, 2, 3]
 
 
 def test_new_store_ignores_old_one(arena: Arena, spec: JobSpec) -> None:

@@ -1,7 +1,7 @@
 """Write a small lakehouse with runs of every kind, as an archive: `python -m tests.lakehouses.write ARCHIVE`.
 
 tests/contract/test_format.py opens the archive of each format version with the current code. Write a new one before
-a stored format changes, and keep the others.
+a stored format changes, and keep the rest.
 
 The runs: `launched` (two real ranks, one killed, stopped, rewound with an exclusion, named, exported, verified), `forked`
 from it, `mixed`, `packed`, `transformed` (one rank each, killed in the middle), `followed` (caught up with its table).

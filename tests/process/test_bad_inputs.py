@@ -43,14 +43,12 @@ def prepare(arena: Arena) -> Made:
     for arguments in (
         ["checkpoint", "export", FINISHED, weights, "--spec", job],
         ["passport", "write", weights],
-        ["audit", FINISHED, "--record", made / "record"],
         ["forget", "new-key", made / "key.pem"],
     ):
         app(list(map(str, arguments)), standalone_mode=False)
     return Made(
         weights=weights.read_bytes(),
         passport=passport_of(weights).read_bytes(),
-        record=(made / "record").read_bytes(),
         key=(made / "key.pem").read_bytes(),
         public_key=(made / "key.pub.pem").read_bytes(),
         spec=spec,
@@ -74,12 +72,10 @@ def try_inputs(home: Path, cases: list[BadInput]) -> list[Verdict]:
 def fault_of(verdict: Verdict) -> str:
     """Return the fault in the handling of an input, or an empty text if it was refused correctly."""
     output, status = verdict["output"], verdict["status"]
-    is_warned = bool(verdict["warns_of"]) and verdict["warns_of"] in output
     faults = {
         "hang": status is None,
         "traceback": "Traceback" in output or "bug report" in output,
-        "accepted": status == 0 and not is_warned,
-        "not named": bool(verdict["warns_of"]) and not is_warned,
+        "accepted": status == 0,
         "killed": status is not None and status < 0,
         "silent": not output.strip(),
         "secret": SECRET in output,

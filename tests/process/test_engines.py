@@ -195,7 +195,7 @@ def run_text(folder: Path, program: str, *arguments: str) -> None:
 def test_buffers_of_ranks_are_restored(tmp_path: Path, engine: str) -> None:
     """Each rank gets its own running mean of a BatchNorm back, where nothing synchronizes them, also in a wrapper.
 
-    DeepSpeed itself saves those of the first rank, and makes none equal.
+    DeepSpeed itself saves the first rank's, and makes none equal.
     """
     run_text(tmp_path, OWN_BUFFERS, engine)
 

@@ -60,7 +60,7 @@ time.sleep(600)
 
 
 def run(program: str, *arguments: str) -> tuple[int, list[str]]:
-    """Run a program in a process of its own, and return its exit status and its lines."""
+    """Run a program in a separate process, and return its exit status and its lines."""
     with Forked([sys.executable, "-c", program, *arguments], stdout=subprocess.PIPE, text=True) as process:
         output, _ = process.communicate(timeout=250)
     return process.returncode, output.splitlines()

@@ -1,68 +1,35 @@
 """One rank that trains a tiny model with an engine, and saves or loads it through its adapter, without a run.
 
-$REQUEST is JSON: engine (zero0 ... zero3, fsdp2, ddp, torch), precision (fp32, bf16, fp16), whether a layer is frozen or
-unused, the optimizer (one of `OPTIMIZERS`), an object that it `keeps` (a NumPy number, an enum), folder,
-and the action: save after `steps` steps with writer `direct` or `copies`, or load what `saved_world_size` ranks saved. Rank 0
-writes the whole state to `dump`: parameters, optimizer, parameter groups, buffers, schedule and loss scale.
+$REQUEST is JSON: engine (zero0 ... zero3, fsdp2, ddp, tiny), precision (fp32, bf16, fp16), whether a layer is frozen or
+unused, the optimizer (one of `OPTIMIZERS`), folder, and the action: save after `steps` steps with writer `direct` or
+`copies`, or load what `saved_world_size` ranks saved. Rank 0 writes the whole state to `dump`: parameters, optimizer,
+parameter groups, buffers, schedule and loss scale.
 """
 
 import copy
 import errno
 import json
 import os
-import sys
 from collections.abc import Callable
-from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from dlac_pipeline.checkpoint.collectives import RankTree
-from dlac_pipeline.checkpoint.engines import TorchState, adapt, prepare_engines
+from dlac_pipeline.checkpoint.engines import adapt, prepare_engines
 from dlac_pipeline.checkpoint.engines.engine import Engine
 from dlac_pipeline.checkpoint.restore.conversion import load_state
 from dlac_pipeline.checkpoint.stage.copies import Copies, CopyMemory, Direct
-from dlac_pipeline.lakehouse.errors import SpecInvalid
 
-KEPT = {"number": np.float64(0.1), "enum": HTTPStatus.OK}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class Leveled(torch.optim.SGD):
-    """An optimizer whose state has one number for each column of a matrix, whole on all ranks."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no loss
-        """Step by the mean of the gradients so far."""
-        for parameter in (each for group in self.param_groups for each in group["params"] if each.grad is not None):
-            grad = parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
-            level = self.state[parameter].setdefault("level", self._zeros(parameter))
-            level += self._like(parameter, grad.mean(dim=0, keepdim=True))
-            sharded = hasattr(parameter, "to_local")
-            local, levels = (parameter.to_local(), level.to_local()) if sharded else (parameter, level)
-            local.sub_(0.01 * levels)
-
-    def _zeros(self, parameter: torch.Tensor) -> torch.Tensor:
-        return self._like(parameter, torch.zeros(1, *parameter.shape[1:]))
-
-    def _like(self, parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-        if not hasattr(parameter, "device_mesh"):
-            return whole
-        from torch.distributed.tensor import DTensor, Replicate
-
-        return DTensor.from_local(whole, parameter.device_mesh, [Replicate()], run_check=False)
-
-
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "adafactor": lambda groups: torch.optim.Adafactor(groups, lr=0.01),
     "amsgrad": lambda groups: torch.optim.AdamW(groups, lr=0.01, amsgrad=True),
     "nadam": lambda groups: torch.optim.NAdam(groups, lr=0.01),
-    "leveled": lambda groups: Leveled(groups, lr=0.01),
     "momentum": lambda groups: torch.optim.SGD(groups, lr=0.01, momentum=0.9),
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.01),
 }
@@ -103,7 +70,6 @@ class TrainedModel:
     def __init__(self, request: dict[str, Any]) -> None:
         self.kind, self.precision = request["engine"], request.get("precision", "fp32")
         self.optimizer_name = request.get("optimizer", "adamw")
-        self.keeps = KEPT.get(request.get("keeps", "nothing"))
         self.model = Tiny(request.get("frozen", False), request.get("unused", False))
         self.stage = int(self.kind[4:]) if self.kind.startswith("zero") else None
         self.engine: Engine = self._deepspeed() if self.stage is not None else self._torch()
@@ -124,7 +90,7 @@ class TrainedModel:
             config["fp16"]["initial_scale_power"] = 8
             config["fp16"]["loss_scale_window"] = 2
         self.deepspeed, _, _, self.scheduler = deepspeed.initialize(
-            model=self.model, optimizer=OPTIMIZERS[self.optimizer_name](self.groups()), config=config
+            model=self.model, optimizer=OPTIMIZERS[self.optimizer_name](self.model.groups()), config=config
         )
         return adapt(self.deepspeed)
 
@@ -139,20 +105,13 @@ class TrainedModel:
         elif self.kind == "ddp":
             wrapped = nn.parallel.DistributedDataParallel(self.model, find_unused_parameters=self.model.unused)
         self.wrapped = wrapped
-        self.optimizer = OPTIMIZERS[self.optimizer_name](self.groups())
+        self.optimizer = OPTIMIZERS[self.optimizer_name](self.model.groups())
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
         if self.kind == "tiny":
             return adapt(None, self.kind, model=wrapped, optimizer=self.optimizer, scheduler=self.scheduler)
-        if self.kind == "torch":
-            return TorchState(model=wrapped, optimizer=self.optimizer, scheduler=self.scheduler)
         from dlac_pipeline.checkpoint.engines.distributed_state import DistributedState
 
         return DistributedState(model=wrapped, optimizer=self.optimizer, scheduler=self.scheduler)
-
-    def groups(self) -> list[dict[str, Any]]:
-        """Return the model's groups, with the object that the optimizer keeps."""
-        kept = {} if self.keeps is None else {"kept": self.keeps}
-        return [{**group, **kept} for group in self.model.groups()]
 
     def step(self, number: int) -> float:
         """Train one step on this rank's part of a global batch that is the same for any number of ranks."""
@@ -178,8 +137,7 @@ class TrainedModel:
         buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         rest = {"buffers": buffers, "scheduler": dict(self.scheduler.state_dict())}
         found = self._deepspeed_state() if self.stage is not None else self._torch_state()
-        numbers = tree_map_only(np.generic, np.generic.item, found["groups"])
-        return {**found, **rest, "groups": numbers}
+        return {**found, **rest}
 
     def _deepspeed_state(self) -> dict[str, Any]:
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
@@ -248,8 +206,6 @@ def main() -> None:
             trained.engine.save(folder, fail_to_write if full else writer.write)
         except OSError:
             assert full  # only the rank that could not write raises
-        except SpecInvalid as err:
-            sys.stderr.write(f"SpecInvalid: {err}\n")
         writer.handed_over()
         losses += [trained.step(number) for number in range(99, 101)]  # the checkpoint has none of these
         writer.finish()

@@ -143,8 +143,8 @@ class FakeModule:
         self.generator.set_state(state)
 
 
-def register(*, pins: bool = True) -> FakeModule:
-    """Register the device. With `pins` it has page-locked memory, which is only a mark."""
+def register() -> FakeModule:
+    """Register the device. Its page-locked memory is only a mark."""
     module = FakeModule()
     set_up("fake", module)
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -153,8 +153,7 @@ def register(*, pins: bool = True) -> FakeModule:
     patched: Any = torch
     patched.Stream = FakeStream
     patched.accelerator.current_stream = lambda device=None: FakeStream(name="default")
-    if pins:
-        _pin_by_mark()
+    _pin_by_mark()
     return module
 
 

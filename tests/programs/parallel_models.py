@@ -36,18 +36,11 @@ def sharded(mesh: DeviceMesh | None = None) -> Engine:
     return dlac.DistributedState(model=model)
 
 
-def split(mesh_shape: tuple[int, ...], names: tuple[str, ...] | None, along: int) -> Engine:
-    """Return a model whose layers are split along a dimension of a mesh."""
-    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
+def split() -> Engine:
+    """Return a model whose layers are split over the ranks."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
-    model = parallelize_module(network(), mesh[names[along]] if names and len(names) > 1 else mesh, plan)
-    return dlac.DistributedState(model=model)
-
-
-def grouped() -> Engine:
-    """Return a model under FSDP2 in groups of ranks (HSDP)."""
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_replicate", "dp_shard"))
-    return sharded(mesh)
+    return dlac.DistributedState(model=parallelize_module(network(), mesh, plan))
 
 
 def averaged() -> Engine:
@@ -66,12 +59,12 @@ KEPT: list[object] = []
 MODELS: dict[str, Callable[[], Engine]] = {
     "replicas": averaged,
     "shards": sharded,
-    "groups of shards": grouped,
+    "groups of shards": lambda: sharded(init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_replicate", "dp_shard"))),
     "other weights": lambda: dlac.TorchState(model=network(RANK)),
     "stages": lambda: dlac.TorchState(model=torch.nn.ModuleDict({f"stage{RANK}": network()})),
     "other shapes": lambda: dlac.TorchState(model=torch.nn.Linear(2 + RANK, 2)),
     "half of the ranks": lambda: sharded(init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))["b"]),
-    "tensor parallel": lambda: split((2,), ("tp",), 0),
+    "tensor parallel": split,
     "stages in a mesh": staged,
 }
 """The refused ones with names in a mesh are last: their meshes stay alive."""

@@ -1,8 +1,8 @@
-"""A day of a source table that other writers change: `python -m tests.programs.source_day HOME JSON`.
+"""A day of a source table that other writers change: `python -m tests.programs.source_day HOME`.
 
 An hour begins with a line on standard input. Each hour appends rows. Some hours delete rows (copy-on-write, or by a delete
-file), merge all data files into one, expire snapshots and delete their files, add a column, or rename the table. One JSON
-line per snapshot or change records it afterwards, as evidence that is independent of DLAC.
+file), merge all data files into one, or expire snapshots and delete their files. One JSON line per snapshot or change
+records it afterwards, as evidence that is independent of DLAC.
 """
 
 from __future__ import annotations
@@ -12,19 +12,16 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
-import yaml
 from pyiceberg.exceptions import CommitFailedException
 from pyiceberg.expressions import In
 from pyiceberg.table import Table
 from pyiceberg.table.snapshots import Operation
-from pyiceberg.types import StringType
 
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import CommitConflict
@@ -32,27 +29,19 @@ from dlac_pipeline.lakehouse.iceberg.connect import connect
 from tests.conftest import source_rows
 from tests.snapshots import DeleteFile, commit_snapshot, position_rows
 
+SEED, HOURS = 7, 24
+ROWS = 120
+"""Rows that are appended in an hour, on average."""
+KEPT_HOURS = 4
+"""Snapshots older than this are expired."""
+DELETES = (2, 3, 5, 7, 8, 10, 11, 13, 15, 18, 19, 21, 22)
+COMPACTIONS = (4, 9, 14, 20, 23)
+EXPIRIES = (6, 12, 17, 23)
 
-@dataclass(frozen=True, kw_only=True)
-class Day:
-    """The changes of a day and their times."""
 
-    seed: int
-    hours: int = 24
-    table: str = "src.t"
-    renamed: str = "src.renamed"
-    log: str
-    job: str
-    """The job spec that must have the table's new name."""
-    rows: int = 120
-    """Rows that are appended in an hour, on average."""
-    kept_hours: int = 4
-    """Snapshots older than this are expired."""
-    deletes: tuple[int, ...] = (2, 3, 5, 7, 8, 10, 11, 13, 15, 18, 19, 21, 22)
-    compactions: tuple[int, ...] = (4, 9, 14, 20, 23)
-    expiries: tuple[int, ...] = (6, 12, 17, 23)
-    evolves: int = 8
-    renames: int = 16
+def log_file(home: Path) -> Path:
+    """Return the file of the writer's log."""
+    return home / "source.jsonl"
 
 
 @dataclass
@@ -60,8 +49,6 @@ class Source:
     """The table, and a log of its changes."""
 
     home: Path
-    table: str
-    log: Path
     next_id: int = 0
     live: list[int] = field(default_factory=list)
     by_file: bool = False
@@ -73,8 +60,6 @@ class Source:
         """Append a data file."""
         ids = range(self.next_id, self.next_id + count)
         rows = source_rows(self.next_id, count)
-        if "lang" in self._load().schema().column_names:
-            rows = rows.append_column("lang", pa.array(["en"] * count))
         self._commit(lambda table: table.append(rows), "append", ids)
         self.next_id += count
         self.live += ids
@@ -114,27 +99,6 @@ class Source:
             path.unlink()
         self._log("expire", [], expired=len(gone), kept=len(old) - len(gone), files=len(removed))
 
-    def evolve(self) -> None:
-        """Add a column."""
-
-        def add(table: Table) -> None:
-            with table.update_schema() as update:
-                update.add_column("lang", StringType())
-
-        self._retrying(add)
-        self._log("evolve", [])
-
-    def rename(self, name: str, job: Path) -> None:
-        """Rename the table, and change the job spec too."""
-        self._lakehouse.catalog.rename_table(self.table, name)
-        self.table = name
-        spec = yaml.safe_load(job.read_text())
-        spec["source"]["table"] = name
-        new = job.with_suffix(".new")
-        new.write_text(yaml.safe_dump(spec))
-        new.replace(job)
-        self._log("rename", [])
-
     def _deleted(self, table: Table, ids: list[int]) -> None:
         if not self.by_file:
             table.delete(In("row_id", ids))  # type: ignore[call-arg,arg-type]  # pydantic hides the real signature
@@ -165,10 +129,10 @@ class Source:
         raise AssertionError("others commit without a pause")
 
     def _load(self) -> Table:
-        return self._lakehouse.load(self.table)
+        return self._lakehouse.load("src.t")
 
     def _log(self, what: str, ids: Iterable[int], **facts: Any) -> None:
-        with self.log.open("a") as stream:
+        with log_file(self.home).open("a") as stream:
             stream.write(json.dumps({"what": what, "rows": list(ids), "at": time.time(), **facts}) + "\n")
 
 
@@ -176,33 +140,24 @@ def _paths(table: Table) -> list[str]:
     return [str(task.file.file_path) for task in table.scan().plan_files()]
 
 
-def run_day(day: Day, home: Path) -> None:
+def run_day(home: Path) -> None:
     """Run all hours of a day."""
-    dice = random.Random(day.seed)
-    source = Source(home, day.table, Path(day.log))
+    dice = random.Random(SEED)
+    source = Source(home)
     began: list[float] = []
-    for hour in range(day.hours):
+    for hour in range(HOURS):
         sys.stdin.readline()
         began.append(time.time())
-        source.append(dice.randint(day.rows // 2, day.rows))
-        if hour in day.deletes:
-            old, new = source.live[: -day.rows], source.live[-day.rows :]
+        source.append(dice.randint(ROWS // 2, ROWS))
+        if hour in DELETES:
+            old, new = source.live[:-ROWS], source.live[-ROWS:]
             source.delete({*dice.sample(old, min(len(old), 10)), *dice.sample(new, 15)})
-        if hour == day.evolves:
-            source.evolve()
-        if hour in day.compactions:
+        if hour in COMPACTIONS:
             source.compact(dice)
-        if hour == day.renames:
-            source.rename(day.renamed, Path(day.job))
-        if hour in day.expiries:
-            source.expire(int(began[hour - day.kept_hours] * 1000))
-        source.append(dice.randint(1, day.rows // 2))
-
-
-def day_json(day: Day) -> str:
-    """Return the day as the process's argument."""
-    return json.dumps(asdict(day))
+        if hour in EXPIRIES:
+            source.expire(int(began[hour - KEPT_HOURS] * 1000))
+        source.append(dice.randint(1, ROWS // 2))
 
 
 if __name__ == "__main__":
-    run_day(Day(**json.loads(sys.argv[2])), Path(sys.argv[1]))
+    run_day(Path(sys.argv[1]))

@@ -30,7 +30,7 @@ class SpareHealing:
 
 
 class SpareRanks(RankGroup):
-    """Ranks of which each is replaced."""
+    """Ranks that are replaced one by one."""
 
     def __init__(self, start: RankStart) -> None:
         processes = start.in_background(partial(start.start_ranks, start.share))

@@ -1,6 +1,6 @@
 """A model whose script works on after `run.step_done`, as many do: schedule, average of the weights, and evaluation.
 
-Param `dies_at`: the first attempt dies at the begin of that step. The journal has the loss of each step, and that of each
+Param `dies_at`: the first attempt dies at the begin of that step. The journal has the loss of each step and of each
 evaluation, whose loader is shuffled by a seed that it draws.
 """
 

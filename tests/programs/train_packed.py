@@ -3,8 +3,6 @@
 Every token of a document is its row's number, so the journal shows which rows were read, how far, and in which order.
 """
 
-import os
-import signal
 import time
 from typing import Any
 
@@ -28,8 +26,6 @@ def main() -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         run.restore(dlac.TorchState(model=model, optimizer=optimizer))
         for batch in run.batches():
-            if int(run.spec.params.get("deadly_token", "-1")) in batch["tokens"][batch["document"] > 0].tolist():
-                os.kill(os.getpid(), signal.SIGSEGV)
             loss = batch.token_mean((model(batch["tokens"] % 4096) ** 2).mean(-1))
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped

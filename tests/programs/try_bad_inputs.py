@@ -61,7 +61,6 @@ def _verdict(case: BadInput) -> dict[str, object]:
         return {
             "kind": case.kind,
             "name": case.name,
-            "warns_of": case.warns_of,
             "status": status,
             "output": output[-4000:],
             "made": sorted(str(path) for path in made if str(path) != "output"),

@@ -101,7 +101,7 @@ def empty_group(net: Net) -> list[Optimizer]:
 
 
 def several(net: Net) -> list[Optimizer]:
-    """Make two optimizers, one of which has no state."""
+    """Make two optimizers, one without a state."""
     head = [*net.head.parameters()]
     rest = [each for each in net.parameters() if not any(each is other for other in head)]
     return [torch.optim.SGD(head, lr=0.01), torch.optim.Adam(rest, lr=0.01)]
@@ -267,7 +267,7 @@ class Counting(nn.Linear):
 @pytest.mark.parametrize("counts", [{"a": {"b": 1}, "none": {}}, {3: torch.ones(2).tolist()}, {}, [{}, 1], (1, 2)])
 @pytest.mark.parametrize("engine", [TorchState, DistributedState])
 def test_extra_state_is_restored(tmp_path: Path, counts: Any, engine: type[TorchState | DistributedState]) -> None:
-    """A dict comes back with the keys that it had, and not with those of the new model."""
+    """A dict comes back with the keys that it had, and not with the new model's."""
     first, again = Counting(), Counting()
     first.counts = counts
     engine(model=first).save(tmp_path, Direct().write)

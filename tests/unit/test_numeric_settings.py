@@ -5,11 +5,17 @@ import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import BaseModel, ValidationError
+from typer.core import TyperGroup
+from typer.main import get_command
+from typer.testing import CliRunner
 
 import dlac_pipeline
+from dlac_pipeline.cli.extension_commands import COMMANDS, load_command
+from dlac_pipeline.cli.main import app
 from dlac_pipeline.spec.spec_problems import bounds_of, describe_problem, holds_numbers
 
 ABSURD = [math.inf, -math.inf, math.nan, "inf", "-Infinity", "nan", 1e308, -1e308, 10**30, 10**400, -1, True, False]
@@ -58,3 +64,33 @@ def test_every_number_is_bounded() -> None:
             assert problems, f"{model.__name__}.{name} takes {value!r}"
             assert repr(value) in problems[0], problems
             assert any(str(bound) in problems[0] for bound in bounds_of(field).values()), problems
+
+
+def commands_of(command: Any, *words: str) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield the words that name each command, and the command."""
+    if not isinstance(command, TyperGroup):
+        yield words, command
+        return
+    for name, each in command.commands.items():
+        yield from commands_of(each, *words, name)
+
+
+def test_every_option_is_bounded() -> None:
+    """Each numeric option of the core and of extensions has bounds, and a fractional one refuses NaN by name."""
+    command: Any = get_command(app)
+    for name in COMMANDS.points():
+        group, _, last = name.rpartition(".")
+        (command.commands[group] if group else command).commands[last] = load_command(name)
+    found = 0
+    for words, each in commands_of(command):
+        for option in each.params:
+            kind = option.type_descriptor.annotation
+            if kind not in (int, float) or option.name in LOOKED_UP:
+                continue
+            found += 1
+            assert None not in (option.min, option.max), (words, option.name)
+            if kind is float:
+                needed = ["x" for one in each.params if one.param_type_name == "argument"]
+                result = CliRunner().invoke(app, [*words, *needed, f"{option.opts[0]}=nan"])
+                assert (result.exit_code, option.opts[0] in result.output) == (2, True), result.output
+    assert found >= 10

@@ -1,4 +1,4 @@
-"""A process among those of its job, by the variables of its launcher."""
+"""A process among the processes of its job, by the variables of its launcher."""
 
 from __future__ import annotations
 

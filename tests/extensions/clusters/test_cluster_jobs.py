@@ -116,7 +116,7 @@ def test_node_events_are_followed(home: Path) -> None:
 def test_unfinished_job_has_failed(
     home: Path, answers: list[JobState], log: str, error: type[Exception], message: str
 ) -> None:
-    """The error is that of a node, of another version too, or else names the state that Slurm reports."""
+    """The error is a node's, of another version too, or else names the state that Slurm reports."""
     commit(home, step=5)
     job, events = job_of(home, Scripted(*answers, log=log))
     with pytest.raises(error, match=message):

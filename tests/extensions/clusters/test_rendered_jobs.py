@@ -168,7 +168,7 @@ def test_missing_client_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_node_meets_at_first() -> None:
-    """Each job has a port of its own. The number of ranks per node is that of accelerators, or the spec's."""
+    """Each job has a port of its own. A node has as many ranks as accelerators, or as the spec says."""
     environment = {"DLAC_FIRST_NODE": "gpu01", "DLAC_RENDEZVOUS_KEY": "a"}
     launch = for_node(cluster_request("slurm", {"gpu": 4}), environment).spec.launch
     other = for_node(cluster_request("slurm", {}), {**environment, "DLAC_RENDEZVOUS_KEY": "b"}).spec.launch

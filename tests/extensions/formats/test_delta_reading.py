@@ -140,6 +140,31 @@ def test_deletion_vectors_hide_rows(arena: Arena, location: Path, inline: bool) 
     assert len(planned_rows(arena.lakehouse, location, 2)) == 16
 
 
+def test_vector_beyond_first_bitmap_container(arena: Arena, location: Path) -> None:
+    """Dead rows past position 65,536 are in other containers of the bitmap."""
+    write_deltalake(location, pa.table({"id": pa.array(range(140_000), pa.int64())}), configuration=VECTORS)
+    [path] = live_adds(location)
+    dead = [0, 65_535, 65_536, 131_072, 139_999, *range(70_000, 72_000)]
+    set_dead_rows(location, {path: dead})
+    found = {row["id"] for row in planned_rows(arena.lakehouse, location)}
+    assert found == set(range(140_000)) - set(dead)
+
+
+WIDER = '{"type":"struct","fields":[{"name":"id","type":"long","nullable":true,"metadata":{"delta.typeChanges":[]}}]}'
+
+
+def test_widened_types_are_refused(arena: Arena, location: Path) -> None:
+    """A table that only allows wider types is read. A column whose type was changed is refused."""
+    write_deltalake(location, some_rows(0, 3))
+    features = {"readerFeatures": ["typeWidening"], "writerFeatures": ["typeWidening"]}
+    change_first_action(location, "protocol", minReaderVersion=3, minWriterVersion=7, **features)
+    changed = shutil.copytree(location, location.with_name("changed"))
+    assert len(planned_rows(arena.lakehouse, location, columns=["id"])) == 3
+    change_first_action(changed, "metaData", schemaString=WIDER)
+    with pytest.raises(UnsupportedSnapshot, match="typeWidening"):
+        planned_rows(arena.lakehouse, changed, columns=["id"])
+
+
 @pytest.mark.parametrize(
     ("kind", "changes", "named"),
     [

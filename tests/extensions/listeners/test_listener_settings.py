@@ -147,7 +147,7 @@ def test_failed_start_is_logged(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_rows_at_risk_follow_commits(tmp_path: Path) -> None:
-    """They are the rows of the heartbeats without those of committed checkpoints, over all ranks."""
+    """The rows of the heartbeats count, without the rows of committed checkpoints, over all ranks."""
     translator = EventTranslator(spec_with(), parent_run="")
     (started,) = translator.translate({**CLAIMED, "folder": str(tmp_path)})
     assert isinstance(started, AttemptStarted)

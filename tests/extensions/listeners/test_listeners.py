@@ -70,7 +70,7 @@ def listened(campaign: Arena, strangers: None, tmp_path_factory: pytest.TempPath
 
 
 def test_listeners_change_no_loss(arena: Arena, strangers: None, tmp_path: Path) -> None:
-    """A listener raises, and another one hears of each checkpoint. The losses are those of the run without listeners."""
+    """A listener raises, and another one hears of each checkpoint. The losses equal the run's without listeners."""
     arena.table(appends=(320,))
     alone, heard = (arena.spec(run, world_size=1, passes=1, every_steps=5) for run in ("alone", "heard"))
     arena.train(alone)

@@ -158,7 +158,7 @@ def test_step_done_twice_is_healed(tmp_path: Path) -> None:
 
 
 def test_half_healed_group_heals_again(tmp_path: Path) -> None:
-    """One rank of the group got the state, and the other one failed: in the next quorum both ask for it."""
+    """A rank of the group got the state, and a second one failed: in the next quorum both ask for it."""
     manager = Manager(Meeting(1))
     manager.steps = [-1]
     others = [[0, 1, 0, 0], [0, 0, 1, 0]]
@@ -315,7 +315,7 @@ def test_state_of_other_shape_is_healed(one_rank: None) -> None:
 
 
 def test_dead_group_is_not_awaited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A group that died before the first quorum is left out of it. Its process is awaited again once it has met the others."""
+    """A group that died before the first quorum is left out of it. Its process is awaited again once it has met its peers."""
     write_reached(tmp_path, 1, "http://earlier")
     group = group_of(tmp_path, _step=0)
     waits: list[float] = []

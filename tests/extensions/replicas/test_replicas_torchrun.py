@@ -1,4 +1,4 @@
-"""Replica groups without a supervisor: a torchrun of its own starts each of them, as torchft's examples do."""
+"""Replica groups without a supervisor: a separate torchrun starts each group, as torchft's examples do."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Groups:
     """The groups of one run, each with its torchrun."""
 
     def __init__(self, campaign: Arena, run: str, **changes: Any) -> None:
-        """`changes` are those of the job spec."""
+        """`changes` are fields of the job spec."""
         settings = {"replicas": 3, "world_size": 1, "steps": STEPS, "pause_s": 0.03, "last_call_s": 60, **changes}
         self.run, self._campaign = run, campaign
         self.spec = campaign.spec(run, "train_replicas.py", **settings)
@@ -152,7 +152,7 @@ def memberships(campaign: Arena, run: str) -> list[tuple[int, ...]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("group", [1, 0])
 def test_dead_group_rejoins(campaign: Arena, groups_of: Any, group: int) -> None:
-    """SIGKILL of a group, also of the one that takes the checkpoints: torchrun starts it, and a peer gives it the state."""
+    """SIGKILL of a group, also of the coordinator's: torchrun starts it, and a peer gives it the state."""
     groups = groups_of(f"torchrun-dies-{group}", awaits=f"{group}:40")
     groups.start(0, 1, 2)
     groups.wait_for_step(12)
@@ -215,7 +215,7 @@ def test_groups_without_restarts_train_on(campaign: Arena, groups_of: Any) -> No
 
 @pytest.mark.slow
 def test_death_of_torchrun_costs_its_group(campaign: Arena, groups_of: Any) -> None:
-    """Its rank ends by itself, and the others finish the run."""
+    """Its rank ends by itself, and its peers finish the run."""
     groups = groups_of("torchrun-torchrun-dies", pause_s=0.2)
     groups.start(0, 1, 2)
     groups.wait_for_step(8)
