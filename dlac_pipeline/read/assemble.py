@@ -154,38 +154,40 @@ def _span(indices: Ints) -> slice | None:
 
 
 def _ragged(kind: ColumnKind, pieces: Sequence[Piece], slots: int, buffers: Buffers) -> dict[str, Array]:
-    taken = [(*_side_by_side(column, rows), at) for column, rows, at in pieces]
-    lengths = np.zeros(slots, dtype=np.int64)
-    for column, rows, at in taken:
-        lengths[at] = _lengths(column, rows)
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    values = buffers.lease(int(offsets[-1]) * kind.items.itemsize).view(kind.items)
-    for column, rows, at in taken:
-        _copy_ragged(values, offsets, column, rows, at)
-    return {kind.name: values, f"{kind.name}.offsets": offsets}
+    values, starts = _lay_out(kind, pieces, slots, buffers)
+    return {kind.name: values, f"{kind.name}.offsets": starts}
 
 
 def _ragged_run(
     kind: ColumnKind, pieces: Sequence[RunPiece], batches: int, slots: int, buffers: Buffers
 ) -> dict[str, BatchArrays]:
     slot_of = np.arange(batches * slots, dtype=np.int64).reshape(batches, slots)
-    taken = []
+    placed = []
     for column, rows, places, span in pieces:
         at = slot_of[:, span].reshape(-1)
-        taken.append((*_side_by_side(column, rows), at if places is None else at[places]))
-    lengths = np.zeros(batches * slots, dtype=np.int64)
-    for found, rows, at in taken:
-        lengths[at] = _lengths(found, rows)
-    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    values = buffers.lease(int(starts[-1]) * kind.items.itemsize).view(kind.items)
-    for found, rows, at in taken:
-        _copy_ragged(values, starts, found, rows, at)
+        placed.append((column, rows, at if places is None else at[places]))
+    values, starts = _lay_out(kind, placed, batches * slots, buffers)
     bounds = starts[::slots]
     offsets = np.concatenate([starts[:-1].reshape(batches, slots), bounds[1:, None]], axis=1) - bounds[:-1, None]
     return {
         kind.name: [values[first:last] for first, last in pairwise(bounds.tolist())],
         f"{kind.name}.offsets": offsets,
     }
+
+
+def _lay_out(
+    kind: ColumnKind, pieces: Sequence[tuple[Column, Ints | slice, Ints]], slots: int, buffers: Buffers
+) -> tuple[Array, Ints]:
+    """Return the values of all slots end to end, and where those of each slot begin, int64 [slots + 1]."""
+    taken = [(*_side_by_side(column, rows), at) for column, rows, at in pieces]
+    lengths = np.zeros(slots, dtype=np.int64)
+    for column, rows, at in taken:
+        lengths[at] = _lengths(column, rows)
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    values = buffers.lease(int(starts[-1]) * kind.items.itemsize).view(kind.items)
+    for column, rows, at in taken:
+        _copy_ragged(values, starts, column, rows, at)
+    return values, starts
 
 
 def _side_by_side(column: Column, rows: Ints | slice) -> tuple[Column, Ints | slice]:
