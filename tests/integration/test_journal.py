@@ -99,6 +99,17 @@ def lose_manifest(arena: Arena) -> None:
     Path(snapshot.manifests(table.io)[-1].manifest_path.removeprefix("file://")).unlink()
 
 
+def lose_manifest_of(arena: Arena, run: str, seq: int) -> None:
+    """The manifest with the rows of an append is gone: it has those rows only, or in a rebuilt ledger all."""
+    table = arena.lakehouse.own("consumption")
+    snapshot = table.current_snapshot()
+    assert snapshot is not None
+    for manifest, files_in in zip(snapshot.manifests(table.io), own_rows.manifest_files(table), strict=True):
+        rows = [row for file in files_in() for row in own_rows.read_file(table, file).to_pylist()]
+        if any((row["run"], row["seq"]) == (run, seq) for row in rows):
+            Path(manifest.manifest_path.removeprefix("file://")).unlink()
+
+
 def lose_hour(arena: Arena) -> None:
     """The catalog is restored from a backup, which `train_both` made."""
     restore_catalog(arena, arena.home / "backup.db")
@@ -210,6 +221,27 @@ def test_new_catalog_with_runs(arena: Arena) -> None:
     assert all(audit_run(arena.lakehouse, run).exact for run in ("r", "other", "new"))
 
 
+def test_new_catalog_with_more_commits(arena: Arena) -> None:
+    """Tables of a new catalog, with more commits than the lost ones had, get the rows of those."""
+    arena.table(appends=(640,))
+    arena.train(arena.spec("r", world_size=1, passes=1, every_steps=4))
+    before = rows_of(arena)
+    lose_catalog_and_train(arena)
+    arena.train(arena.spec("new", world_size=1, passes=1, every_steps=30))
+    added = rows_of(arena)
+    for name in {*TABLES} - {"consumption"}:
+        for commit in range(4):
+            with arena.lakehouse.own(name).transaction() as transaction:
+                transaction.set_properties({"commit": str(commit)})
+    rebuild(arena)
+    after = rows_of(arena)
+    assert all(set(after[name]) == {*before[name], *added[name]} for name in TABLES if name != "plans")
+    assert not any(run.missing for run in rebuild(arena).runs)
+    assert rows_of(arena) == after
+    assert not any(each.busy for each in run_upkeep(arena.lakehouse))
+    assert all(audit_run(arena.lakehouse, run).exact for run in ("r", "new"))
+
+
 @pytest.mark.slow
 def test_lost_manifest_is_reported(trained: Arena) -> None:
     """The last entries and the manifest that repeats them are gone: the run stays refused until one of both is back."""
@@ -258,12 +290,12 @@ def test_gap_is_reported(trained: Arena, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_damaged_table_needs_whole_journal(trained: Arena) -> None:
-    """A table that has lost a manifest is not replaced by a journal that has fewer rows."""
+    """A table that has lost a manifest is not replaced by a journal that lacks rows of that manifest."""
     before = rows_of(trained)
-    entry = journal_of(trained) / "other" / "000000000005.parquet"
+    entry = journal_of(trained) / "other" / "000000000005.parquet"  # the end of the run, which no checkpoint repeats
     content = entry.read_bytes()
     entry.unlink()
-    lose_manifest(trained)
+    lose_manifest_of(trained, "other", 5)
     damaged = files_of(trained)
     with pytest.raises(LedgerError, match=r"rows of the damaged ledger in the journal .*; nothing was changed"):
         rebuild(trained)

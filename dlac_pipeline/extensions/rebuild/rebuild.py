@@ -465,19 +465,32 @@ def _replace(
 
 
 def _add_newer(lakehouse: Lakehouse, name: str, table: Table, dry_run: bool) -> str:
-    """Append the rows of the newest metadata file that a table of an older catalog lacks."""
-    log = {table.metadata_location, *(each.metadata_file for each in table.metadata.metadata_log)}
-    for place, newer in parsed_tables(table.io, table.location()):
-        if place in log:
-            break
+    """Append the rows of metadata files that are not in the table's past, and that it lacks.
+
+    They are newer than an older catalog, or are of a table whose catalog was lost. Their versions may be lower.
+    """
+    own, uuid = str(table.metadata.table_uuid), schemas.ledger_uuid_of(table)
+    past, parts = _places(table), list[pa.Table]()
+    for place, other in parsed_tables(table.io, table.location()):
+        if place in past:
+            continue
         with suppress(errors.TableDamaged, FileNotFoundError):
-            check_whole(newer)
-            rows, uuid = read_rows(newer, AlwaysTrue()), str(newer.metadata.table_uuid)
-            lacking = _lacking(rows, table)
-            if not dry_run:
-                _append_lacking(lakehouse, name, partial(_lacking, rows), uuid)
-            return f"{len(lacking)} rows added" if len(lacking) else "kept"
-    return "kept"
+            check_whole(other)
+            parts.append(read_rows(other, AlwaysTrue()))
+            past |= _places(other)
+            uuid = schemas.ledger_uuid_of(other) if uuid == own else uuid
+    if not parts:
+        return "kept"
+    rows = _distinct(pa.concat_tables(parts, promote_options="default"))
+    lacking = _lacking(rows, table)
+    if not dry_run:
+        _append_lacking(lakehouse, name, partial(_lacking, rows), uuid)
+    return f"{len(lacking)} rows added" if len(lacking) else "kept"
+
+
+def _places(table: Table) -> set[str]:
+    """Return the addresses of a table's metadata file, and of those that it has replaced."""
+    return {table.metadata_location, *(each.metadata_file for each in table.metadata.metadata_log)}
 
 
 def _compute_slices(lakehouse: Lakehouse, problems: dict[str, str]) -> str:
