@@ -108,8 +108,8 @@ class LegOrder:
         first, last = self.settings.start_step, self.total_steps
         if last is None:
             return None
-        nearly = last if last == first or self._is_full(last) else last - 1
-        if nearly == first or self._is_full(nearly):
+        nearly = last if last <= first or self._is_full(last) else last - 1
+        if nearly <= first or self._is_full(nearly):
             return nearly
         return first + bisect_left(range(first + 1, nearly), True, key=lambda step: not self._is_full(step))
 

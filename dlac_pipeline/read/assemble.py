@@ -182,7 +182,7 @@ def _lay_out(
     taken = [(*_side_by_side(column, rows), at) for column, rows, at in pieces]
     lengths = np.zeros(slots, dtype=np.int64)
     for column, rows, at in taken:
-        lengths[at] = _lengths(column, rows)
+        lengths[at] = column.lengths_of(rows)
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     values = buffers.lease(int(starts[-1]) * kind.items.itemsize).view(kind.items)
     for column, rows, at in taken:
@@ -196,11 +196,6 @@ def _side_by_side(column: Column, rows: Ints | slice) -> tuple[Column, Ints | sl
         return column, rows
     span = as_span(rows)
     return (column, span) if isinstance(span, slice) else _gather_rows(column, rows)
-
-
-def _lengths(column: Column, rows: Ints | slice) -> Ints:
-    offsets = np.zeros(column.rows + 1, dtype=np.int64) if column.offsets is None else column.offsets
-    return offsets[1:][rows] - offsets[:-1][rows]
 
 
 def _copy_ragged(out: Array, starts: Ints, column: Column, rows: Ints | slice, at: Ints) -> None:

@@ -16,6 +16,10 @@ OpenStream = Callable[[int, int, Cursor], Stream]
 """(source, key group, cursor) -> stream."""
 
 
+_FIRST_TRIED = 16
+"""Batches for which the schedule of a mixture is made at first."""
+
+
 @dataclass(slots=True)
 class GroupBatch:
     """A key group's part of one batch, as far as the rank works on it."""
@@ -142,18 +146,32 @@ class GroupReader:
         for stream in self._streams.values():
             stream.close()
 
-    def ready_batches(self, limit: int) -> int:
-        """Return how many of the next `limit` batches, all full, the blocks being read fill. The first may lead out of one."""
+    def ready_batches(self, limit: int, value_bytes: int) -> int:
+        """Return how many of the next `limit` batches, all full, the blocks being read fill. The first may lead out of one.
+
+        Their values of several lengths take at most `value_bytes`, or there is one batch.
+        """
         if self._only is not None:
-            return min(limit, max(1, self._row_stream(self._only).rows_left // self._slots))
+            left = self._row_stream(self._only).rows_left // self._slots
+            until = self._slots * np.arange(1, min(limit, left) + 1, dtype=np.int64)
+            return max(1, self._fitting({self._only: until}, value_bytes))
         ready = {source: stream.ready_rows for source, stream in self._streams.items()}
-        limit = min(limit, sum(ready.values()) // self._slots)
-        if limit:
-            schedule = self._schedule(limit)
-            for source, rows in ready.items():
-                until = (schedule == source).sum(axis=1).cumsum()
-                limit = min(limit, int(until.searchsorted(rows, side="right")))
-        return limit
+        limit, tried = min(limit, sum(ready.values()) // self._slots), 0
+        found = 0
+        while tried < limit and found == tried:  # a source with few rows ends a long schedule early
+            tried = min(limit, max(_FIRST_TRIED, 4 * tried))
+            schedule = self._schedule(tried)
+            until_of = {source: (schedule == source).sum(axis=1).cumsum() for source in ready}
+            found = min(int(until.searchsorted(ready[source], side="right")) for source, until in until_of.items())
+        return self._fitting({source: until[:found] for source, until in until_of.items()}, value_bytes) if found else 0
+
+    def _fitting(self, until_of: dict[int, Ints], value_bytes: int) -> int:
+        """Return how many batches have values of so many bytes. `until_of`: rows of each source to the end of each batch."""
+        batches = len(next(iter(until_of.values())))
+        if not batches:
+            return 0
+        used = sum(self._row_stream(source).value_bytes(until) for source, until in until_of.items())
+        return max(1, int(np.searchsorted(used, value_bytes, side="right")))
 
     def run(self, batches: int) -> GroupRun:
         """Return the part of the next batches, as many as are ready."""

@@ -10,7 +10,6 @@ Resume requires an unchanged leg. The number of readers may change.
 import itertools
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -41,6 +40,10 @@ if TYPE_CHECKING:
 
 _RUN_BYTES = 2**24
 """Bytes of batches that are gathered together, in one array per column: large enough for large pages of the kernel."""
+_ROW_BYTES = 64
+"""Bytes of a row beside its values: its place, its source, its offsets."""
+_BATCH_BYTES = 2**12
+"""Bytes of a batch beside its rows: its Python objects."""
 _EMPTY_PASSES = 10
 """Passes per key group: a row that one key group in G gets in each pass is missed by one group in e^10."""
 Sums = Callable[[], Sequence[int]]
@@ -116,7 +119,8 @@ class BatchReader:
         self._order = order
         self._kinds = opened.kinds()
         self._lengths: dict[str, int] = {}
-        self._ready: deque[Batch] = deque()
+        self._together: Iterator[Batch] = iter(())
+        """Batches that were gathered together, and are not given yet."""
         self._buffers = buffers
         self._opened = opened
         self._readers = readers
@@ -177,14 +181,16 @@ class BatchReader:
 
     def _counted(self) -> Iterator[Batch]:
         last = self._order.total_steps
-        while self._ready or last is None or self._step < last:
-            if not self._ready:
-                self._ready.extend(self._run(self._ready_batches()))
-            if self._ready:
-                yield self._ready.popleft()
-                continue
-            rows = self._order.valid_rows(self._step + 1)
-            yield self._read(rows, rows)[0]
+        while True:
+            if (batch := next(self._together, None)) is not None:
+                yield batch
+            elif last is not None and self._step >= last:
+                return
+            elif count := self._ready_batches():
+                self._together = self._run(count)
+            else:
+                rows = self._order.valid_rows(self._step + 1)
+                yield self._read(rows, rows)[0]
 
     def _ready_batches(self) -> int:
         """Return how many batches can be gathered together: all full, for every reader, and none but the first one may wait."""
@@ -196,19 +202,17 @@ class BatchReader:
             * math.prod(kind.inner)
             for kind in self._kinds.values()
         )
-        limit = max(1, _RUN_BYTES // (row_bytes * self._slots))
+        limit = max(1, _RUN_BYTES // ((row_bytes + _ROW_BYTES) * self._slots + _BATCH_BYTES))
         last = self._order.last_full_step
         limit = limit if last is None else min(limit, last - self._step)
         for part in self._parts:
             if limit <= 0:
                 return 0
-            limit = part.ready_batches(limit)
+            limit = part.ready_batches(limit, _RUN_BYTES * part.width // self._slots)
         return limit
 
     def _run(self, count: int) -> Iterator[Batch]:
         """The next batches, gathered together: what Python costs per key group is shared by all of them."""
-        if not count:
-            return
         runs = [part.run(count) for part in self._parts]
         pieces = [
             (columns, as_span(rows), places, span)
@@ -222,8 +226,6 @@ class BatchReader:
             for tensor, array in arrays.items():
                 is_split = isinstance(array, list)
                 tensors[tensor] = [*map(torch.from_numpy, array)] if is_split else torch.from_numpy(array)
-            if kind.ragged:
-                self._lengths[name] = sum(map(len, tensors[name])) // (count * self._slots)
         source = torch.from_numpy(np.concatenate([run.source_of for run in runs], axis=1))
         cursors = np.stack([run.cursors for run in runs], axis=1)
         # numpy, because PyTorch wakes all its threads for so many elements
@@ -323,11 +325,11 @@ class BatchReader:
         return arrays
 
     def _learn(self, columns: Columns) -> None:
-        """Remember the columns, for batches in which this reader has no sample, and how much a row of them takes."""
+        """Remember the columns, for batches in which this reader has no sample."""
         for name, column in columns.items():
             listed = column.offsets is None and column.values.ndim > 1
             length = column.values.shape[1] if listed else None
-            self._lengths[name] = length or (0 if column.offsets is None else len(column.values) // max(1, column.rows))
+            self._lengths[name] = length or 0
             kind = ColumnKind(name=name, items=column.values.dtype, listed=listed, length=length)
             self._kinds.setdefault(name, replace(kind, inner=column.values.shape[2:]))
 

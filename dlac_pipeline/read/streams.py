@@ -230,6 +230,17 @@ class RowStream:
         """Rows of the block being read that are left."""
         return 0 if self._row_range is None else self._row_range.stop - self._at
 
+    def value_bytes(self, until: Ints) -> Ints:
+        """Return the bytes of the values of several lengths in the next until[i] rows, which are in the block, for each i."""
+        ragged = [column for column in self._columns.values() if column.offsets is not None]
+        ends = np.zeros(int(until[-1]) + 1, dtype=np.int64)
+        if ragged and self._row_range is not None:
+            rows = self._row_range.rows_of(self._at, self._at + len(ends) - 1)
+            for column in ragged:
+                ends[1:] += column.lengths_of(rows) * column.values.itemsize
+            ends = ends.cumsum()
+        return ends[until]
+
     def run(self, until: Ints) -> tuple[list[Piece], Ints]:
         """Return the next until[-1] rows, which exist, and the cursor after each batch, int64 [batches, 4].
 

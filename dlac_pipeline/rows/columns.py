@@ -73,6 +73,11 @@ class Column:
         """The number of rows."""
         return len(self.values) if self.offsets is None else len(self.offsets) - 1
 
+    def lengths_of(self, rows: Ints | slice) -> Ints:
+        """Return the number of values of rows of a ragged column, int64. Of another one it is 0."""
+        offsets = np.zeros(self.rows + 1, dtype=np.int64) if self.offsets is None else self.offsets
+        return offsets[1:][rows] - offsets[:-1][rows]
+
     @property
     def nbytes(self) -> int:
         """The bytes of its arrays. Those of `values` outside `offsets` are not counted."""
