@@ -49,7 +49,7 @@ def retired(arena: Arena, run: str) -> list[int]:
 def test_only_kept_checkpoints_remain(arena: Arena) -> None:
     """Newest and milestones stay; every other checkpoint has one retire row, and no folder."""
     arena.table()
-    arena.train(arena.spec("r", world_size=1, passes=1, keep_last=1, keep_every_steps=20))
+    arena.train(arena.spec("r", world_size=1, passes=1, keep_last=2, keep_every_steps=20))
     kept = [20, 40, 60, 63]
     wait_until(lambda: sorted(folders(arena, "r")) == kept, what="the removal of the retired")
     assert sorted(retired(arena, "r")) == [step for step in STEPS if step not in kept]
