@@ -12,15 +12,13 @@ from dlac_pipeline.plan.legs.choice import first_leg
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.plan.planner import make_plan
 from dlac_pipeline.plan.slots import DataCoordinate
-from dlac_pipeline.read.opening.open_leg import OpenLeg, open_leg
+from dlac_pipeline.read import reader as reading
+from dlac_pipeline.read.opening.open_leg import open_leg
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
 
 if TYPE_CHECKING:
     from dlac_pipeline.read.batch import Batch
     from tests.conftest import Arena
-
-SHORT, LONG = 12, 2000
-"""Bytes of values that are gathered side by side, and of values that are copied one by one."""
 
 
 def rows_of(random: np.random.Generator, first: int, count: int) -> pa.Table:
@@ -35,8 +33,8 @@ def rows_of(random: np.random.Generator, first: int, count: int) -> pa.Table:
         {
             "row_id": pa.array(np.arange(first, first + count)),
             "pair": pa.array(list(random.random((count, 2), dtype=np.float32)), pa.list_(pa.float32())),
-            "short": pa.array(texts(SHORT)),
-            "long": pa.array(texts(LONG)),
+            "short": pa.array(texts(12)),
+            "long": pa.array(texts(2000)),
             "numbers": pa.array(lists, pa.list_(pa.int32())),
             "maybe": pa.array(maybe),
             "kind": pa.array(random.integers(0, 4, size=count)),
@@ -61,12 +59,6 @@ def spec_of(arena: Arena, random: np.random.Generator) -> JobSpec:
     return parse_spec({**raw, "launch": {"script": "none.py"}}, origin="the test").resolved(arena.home)
 
 
-def open_job(arena: Arena, spec: JobSpec) -> OpenLeg:
-    """Return the open leg of a job without a run."""
-    plans = [make_plan(arena.lakehouse, source) for source in spec.sources]
-    return open_leg(Plans(arena.lakehouse), first_leg(spec, plans), spec)
-
-
 def facts_of(batches: Iterator[Batch]) -> list[object]:
     """Return all that a batch gives, as comparable values."""
     return [
@@ -85,7 +77,10 @@ def test_batches_together_equal_single(arena: Arena, seed: int) -> None:
         table = arena.lakehouse.catalog.create_table(name, rows.schema, properties=properties)
         for first in range(0, 200, 80):
             table.append(rows.slice(first, 80))
-    opened, readers = open_job(arena, spec_of(arena, random)), int(random.choice([1, 2, 3, 8]))
+    spec, readers = spec_of(arena, random), int(random.choice([1, 2, 3, 8]))
+    leg = first_leg(spec, [make_plan(arena.lakehouse, source) for source in spec.sources])
+    opened = open_leg(Plans(arena.lakehouse), leg, spec)
+    arena.monkeypatch.setattr(reading, "_RUN_BYTES", int(random.choice([2**14, 2**18, 2**24])))
     for index in range(readers):
         coordinate = DataCoordinate(index, readers)
         with (
