@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.compare import Side, compare
 from benchmarks.gpu import PARTS
 from benchmarks.gpu_parts.page import page_of
 from benchmarks.results.record import record
@@ -28,6 +29,26 @@ def test_result_is_kept_if_program_prints_figures(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="expected the figures of one on its last line, found '' and exit status 2"):
         record([sys.executable, "-c", "raise SystemExit(2)"], file, program="one")
     assert json.loads(file.read_text()) == kept
+
+
+def test_lost_bar_is_found(tmp_path: Path) -> None:
+    """A bar that one commit meets and the other misses is lost, and a program that only one has is left out."""
+    here, other = (Side(name=name, tree=tmp_path / name, python=Path(sys.executable)) for name in ("here", "other"))
+    for side, value in ((here, 3.0), (other, 2.0)):
+        figures = {
+            name: {"value": value, "unit": "s", "bar": bar} for name, bar in (("fast", "<= 2.5"), ("kept", None))
+        }
+        (side.tree / "benchmarks").mkdir(parents=True)
+        (side.tree / "benchmarks" / "__init__.py").touch()
+        (side.tree / "benchmarks" / "sleep.py").write_text(f"print('{json.dumps({'figures': figures})}')")
+    (here.tree / "benchmarks" / "new.py").touch()
+    found = compare(here, other, "sleep --long", 2)
+    assert {name: (figure.value, figure.holds) for name, figure in found.items()} == {
+        "sleep.fast": (1.5, False),
+        "sleep.kept": (1.5, True),
+    }
+    assert compare(other, here, "sleep", 1)["sleep.fast"].holds
+    assert not compare(here, other, "new", 1)
 
 
 @pytest.mark.soak
