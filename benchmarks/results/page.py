@@ -3,12 +3,14 @@
 A section is a Jinja template. `result("NAME")` reads measured/NAME.json. Of a result `r`, `r.about` says when and on what it was
 measured, `r("FIGURE")` is a figure with its unit, `r.number("FIGURE")` without, `r.share("FIGURE")` a share as a percentage,
 `r.bar("FIGURE")` its bar and whether it holds, `r.judged("FIGURE")` the number, bold if it misses its bar, and
-`r.has("FIGURE")` whether there is one.
+`r.has("FIGURE")` whether there is one. missed.toml has the reason of each missed bar.
 """
 
 from __future__ import annotations
 
 import json
+import tomllib
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from benchmarks.results.record import MEASURED
 
 PAGE = Path(__file__).parents[2] / "docs" / "evidence" / "figures.md"
 _SECTIONS = Path(__file__).with_name("sections")
+REASONS = Path(__file__).with_name("missed.toml")
 
 
 class Result:
@@ -95,7 +98,44 @@ def format_number(value: float) -> str:
 
 def page() -> str:
     """Return the text of the page."""
-    return f"{_render('page', section=_section).rstrip()}\n"
+    return f"{_render('page', section=_section, missed=missed(), short=short()).rstrip()}\n"
+
+
+def missed() -> list[dict[str, str]]:
+    """Return the kept figures that miss their bars, with their values, as one row for each reason.
+
+    Raises:
+        LookupError: a missed bar has no reason, or a reason has no missed bar.
+    """
+    reasons: dict[str, dict[str, str]] = tomllib.loads(REASONS.read_text())
+    rows = {(name, pattern): list[str]() for name, patterns in reasons.items() for pattern in patterns}
+    for name, kept in _kept():
+        for figure, found in kept["figures"].items():
+            if found.get("holds", True):
+                continue
+            pattern = next((each for each in reasons.get(name, ()) if fnmatch(figure, each)), None)
+            if pattern is None:
+                raise LookupError(
+                    f"expected a reason in {REASONS.name} why {figure} of {name} misses its bar, found none"
+                )
+            rows[name, pattern].append(f"{figure} {format_number(found['value'])} ({found['bar']})")
+    if unused := [key for key, figures in rows.items() if not figures]:
+        raise LookupError(f"expected reasons in {REASONS.name} of missed bars only, found {unused}: delete them")
+    return [
+        {"result": name, "figures": ", ".join(figures), "reason": reasons[name][pattern]}
+        for (name, pattern), figures in rows.items()
+    ]
+
+
+def short() -> list[str]:
+    """Return the results that come from a short run of their program."""
+    return [name for name, kept in _kept() if "--quick" in kept["arguments"]]
+
+
+def _kept() -> list[tuple[str, dict[str, Any]]]:
+    """Return the results of `benchmarks.results.record`, by name."""
+    found = ((file.stem, json.loads(file.read_text())) for file in sorted(MEASURED.glob("*.json")))
+    return [(name, kept) for name, kept in found if "arguments" in kept]
 
 
 def _section(name: str) -> str:

@@ -29,6 +29,8 @@ def main() -> int:
     parser.add_argument("program")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     asked = parser.parse_args()
+    if "--quick" in asked.arguments:
+        parser.error("expected a full run, found --quick: a short run is not kept")
     command = [sys.executable, "-m", f"benchmarks.{asked.program}", *asked.arguments]
     return record(command, MEASURED / f"{asked.name or asked.program}.json", program=asked.program)
 
