@@ -37,6 +37,7 @@ ENVIRONMENTS = {
     OURS: environments.OWN,
     "hf_parquet": environments.SHARED,
     "hf_iceberg": environments.SHARED,
+    "dataloader_utils": environments.SHARED,
     "torchdata": environments.SHARED,
     "torchft": environments.OWN,
     "torchtitan": environments.TORCHTITAN,
