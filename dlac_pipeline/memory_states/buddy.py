@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dlac_pipeline.memory_states import states
 from dlac_pipeline.memory_states.server import STORE, TIMEOUT_S, home_of
-from dlac_pipeline.memory_states.transfer import Address, Connection, send_parts
+from dlac_pipeline.memory_states.transfer import Address, Connection, Sent, send_parts
 
 _LOOKS_PER_STATE = 20
 """Looks for a new state in the time between two."""
@@ -33,6 +33,10 @@ class BuddyCopies:
         self._key = key
         self._marks: dict[int, _Mark] = {}
         """Seals of each slot whose state is copied, or older than the last copy."""
+        self._sent: dict[int, Sent] = {}
+        """Parts that the buddy has in each slot."""
+        self.content_bytes = 0
+        """Bytes of files that were sent."""
         self._copied_step = 0
         """Step of the last state that was copied."""
         self._is_alone = False
@@ -109,5 +113,8 @@ class BuddyCopies:
             if not connection.receive()["is_same"]:
                 if self._is_alone:
                     states.mark_copied(self._folder, self._ranks[0], self._copied_step)
-                send_parts(connection, slot, self._ranks)
+                number = int(slot.name[0])
+                sent = send_parts(connection, slot, self._ranks, base=self._sent.pop(number, None))
                 connection.receive()
+                self._sent[number] = sent
+                self.content_bytes += connection.content_bytes

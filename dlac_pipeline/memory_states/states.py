@@ -275,7 +275,7 @@ def _write(path: Path, content: bytes) -> None:
 def read_parts(folder: Path) -> list[Part]:
     """Return the sealed parts of a run's memory states on this node. Empty if others may have written them."""
     slots = [slot for attempt in _names_in(folder) for slot in _names_in(attempt) if "-" in slot.name]
-    return [part for slot in slots for part in _parts_in(slot)]
+    return [part for slot in slots for part in parts_in(slot)]
 
 
 def find_states(folder: Path, parts: Iterable[Part]) -> list[MemoryState]:
@@ -301,10 +301,11 @@ def read_states(folder: Path) -> list[MemoryState]:
 
 def read_slot(slot: Path) -> MemoryState | None:
     """Return the memory state in a slot, or None if a rank has not sealed it, or a file is missing."""
-    return next(iter(find_states(slot.parent.parent, _parts_in(slot))), None)
+    return next(iter(find_states(slot.parent.parent, parts_in(slot))), None)
 
 
-def _parts_in(slot: Path) -> list[Part]:
+def parts_in(slot: Path) -> list[Part]:
+    """Return the sealed parts in a slot whose files have their sizes. Empty if others may have written them."""
     parts: list[Part] = []
     for path in _names_in(slot):
         if _SEAL.fullmatch(path.name):

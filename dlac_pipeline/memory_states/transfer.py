@@ -2,25 +2,27 @@
 
 Both ends prove that they have the run's key, by a challenge to which the server's address and the operation belong. Content is
 neither encrypted nor authenticated, like messages of Gloo and NCCL between ranks. A message is a msgpack map after its length. A
-part of a state is sent as its seal, the content of its files, and a message with their checksums, if the seal is still the same.
+part of a state is sent as its seal, the blocks of its files, and a message with their checksum, if the seal is still the same.
+Blocks that the receiver has of an earlier state in this slot, as those of frozen weights, are not sent again.
 """
 
 import hashlib
 import hmac
+import io
 import os
 import secrets
 import socket
 import struct
 import time
-import zlib
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import msgpack
+from blake3 import blake3
 
 from dlac_pipeline.memory_states import states
 from dlac_pipeline.memory_states.states import RankState
@@ -32,6 +34,8 @@ Guard = Callable[[], AbstractContextManager[object]]
 _CHALLENGE_BYTES = 32
 _OPERATION_BYTES = 8
 _LENGTH = struct.Struct(">Q")
+_BLOCK_LENGTH = struct.Struct(">I")
+_BLOCK_BYTES = 1 << 20
 _MOST_MESSAGE_BYTES = 1 << 28
 _MOST_FILES = 100_000
 _BUFFER_BYTES = 1 << 20
@@ -40,6 +44,16 @@ _LEAST_WAIT_S = 0.001
 
 class TransferRefused(OSError):
     """The other node does not take, or does not have, a state."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """Parts of a state that another node has."""
+
+    seals: bytes
+    """Digest of their seals."""
+    blocks: Mapping[str, Sequence[bytes]]
+    """Digests of the blocks of each file."""
 
 
 def key_of(secret: str, run: str) -> bytes:
@@ -52,7 +66,10 @@ class Connection:
 
     def __init__(self, connected: socket.socket, operation: str) -> None:
         self.operation = operation
+        self.content_bytes = 0
+        """Bytes of files that this end has sent."""
         self._socket = connected
+        self._checksum = blake3()
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     @classmethod
@@ -111,58 +128,101 @@ class Connection:
             raise TransferRefused(str(refused))
         return message
 
-    def send_file(self, folder: int, name: str, size: int) -> int:
-        """Send the first `size` bytes of a file in an open folder. Return their checksum. Raise `OSError` if it is shorter."""
-        buffer, done, checksum = memoryview(bytearray(min(size, _BUFFER_BYTES))), 0, 0
-        with open(name, "rb", buffering=0, opener=partial(os.open, dir_fd=folder)) as file:
-            while done < size:
-                count = file.readinto(buffer[: size - done])
-                if not count:
-                    raise OSError(f"expected {size} bytes in {name!r}, found {done}")
-                checksum = zlib.crc32(buffer[:count], checksum)
-                self._socket.sendall(buffer[:count])
-                done += count
-        return checksum
+    def checksum(self) -> bytes:
+        """Return the checksum of all blocks that were sent or received."""
+        return self._checksum.digest()
 
-    def receive_file(self, path: Path, size: int, guard: Guard) -> int:
-        """Write `size` bytes over a file, whose pages are used again, and return their checksum."""
-        buffer, checksum = memoryview(bytearray(min(size, _BUFFER_BYTES))), 0
+    def send_file(self, folder: int, name: str, size: int, known: Sequence[bytes] = ()) -> list[bytes]:
+        """Send the first `size` bytes of a file in an open folder, without blocks whose digest is the `known` one.
+
+        Return the digests of all blocks. Raise `OSError` if the file is shorter.
+        """
+        buffer, digests = memoryview(bytearray(min(size, _BLOCK_BYTES))), list[bytes]()
+        with open(name, "rb", buffering=0, opener=partial(os.open, dir_fd=folder)) as file:
+            for begin in range(0, size, _BLOCK_BYTES):
+                block = buffer[: size - begin]
+                if (found := _read_block(file, block)) < len(block):
+                    raise OSError(f"expected {size} bytes in {name!r}, found {begin + found}")
+                digest = blake3(block).digest()
+                is_known = digest in known[len(digests) : len(digests) + 1]
+                self._socket.sendall(_BLOCK_LENGTH.pack(0 if is_known else len(block)))
+                if not is_known:
+                    self._socket.sendall(block)
+                    self._checksum.update(digest)
+                    self.content_bytes += len(block)
+                digests.append(digest)
+        return digests
+
+    def receive_file(self, path: Path, size: int, guard: Guard, *, has_base: bool = False) -> None:
+        """Write `size` bytes over a file, whose pages are used again. With `has_base` blocks that are not sent stay."""
+        buffer = memoryview(bytearray(min(size, _BLOCK_BYTES)))
         with guard():
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
-            done = 0
-            while done < size:
-                count = self._socket.recv_into(buffer[: size - done])
-                if not count:
-                    raise ConnectionError(f"the other node closed the connection after {done} of {size} bytes")
-                with guard():
-                    written = 0
-                    while written < count:
-                        written += os.pwrite(descriptor, buffer[written:count], done + written)
-                checksum = zlib.crc32(buffer[:count], checksum)
-                done += count
+            for begin in range(0, size, _BLOCK_BYTES):
+                block = buffer[: size - begin]
+                (length,) = _BLOCK_LENGTH.unpack(_receive_exactly(self._socket, _BLOCK_LENGTH.size))
+                if length != len(block) and (length or not has_base):
+                    raise OSError(f"expected a block of {len(block)} bytes, found one of {length}")
+                if length:
+                    self._receive_block(descriptor, begin, block, guard)
+                    self._checksum.update(blake3(block).digest())
             with guard():
                 os.ftruncate(descriptor, size)
         finally:
             os.close(descriptor)
-        return checksum
+
+    def _receive_block(self, descriptor: int, begin: int, block: memoryview, guard: Guard) -> None:
+        """Receive a block, and write each piece at its place."""
+        done = 0
+        while done < len(block):
+            count = self._socket.recv_into(block[done:])
+            if not count:
+                raise ConnectionError(f"the other node closed the connection after {begin + done} bytes of a file")
+            with guard():
+                written = done
+                while written < done + count:
+                    written += os.pwrite(descriptor, block[written : done + count], begin + written)
+            done += count
 
 
-def send_parts(connection: Connection, slot: Path, ranks: Sequence[int], *, seals_only: Container[int] = ()) -> None:
-    """Send the parts of some ranks in a slot. Raise `OSError` if one was written since then, or `TransferRefused`.
+def _read_block(file: io.RawIOBase, block: memoryview) -> int:
+    """Fill a block from a file, and return the bytes that it has."""
+    done = 0
+    while done < len(block) and (count := file.readinto(block[done:])):
+        done += count
+    return done
 
-    Of the ranks in `seals_only` no files are sent, and the seals name none.
+
+def send_parts(
+    connection: Connection,
+    slot: Path,
+    ranks: Sequence[int],
+    *,
+    seals_only: Container[int] = (),
+    base: Sent | None = None,
+) -> Sent:
+    """Send the parts of some ranks in a slot, and return what the other node has then.
+
+    Of the ranks in `seals_only` no files are sent, and the seals name none. Blocks that are as in `base` are not sent, if the
+    other node still has it. Raise `OSError` if a part was written since then, or `TransferRefused`.
     """
     found = states.read_seals(slot, ranks)
     sent = [replace(each, files=[]) if each.rank in seals_only else each for each in found]
-    connection.send(seals=[states.pack_seal(each) for each in sent])
-    connection.receive()
+    connection.send(seals=[states.pack_seal(each) for each in sent], base=b"" if base is None else base.seals)
+    has_base = connection.receive().get("has_base", False)
+    known = base.blocks if has_base and base is not None else {}
     with states.opened(slot) as here:
-        checksums = [connection.send_file(here, name, size) for each in sent for name, size in each.files]
+        blocks = {
+            name: connection.send_file(here, name, size, known.get(name, ()))
+            for each in sent
+            for name, size in each.files
+        }
     is_same = states.are_same(states.read_seals(slot, ranks), found)
-    connection.send(refused="" if is_same else "the state was overwritten", checksums=checksums)
+    connection.send(refused="" if is_same else "the state was overwritten", checksum=connection.checksum())
     if not is_same:
         raise OSError(f"expected the state in {str(slot)!r} to stay, found that it was overwritten")
+    return Sent(_digest_of(sent), blocks)
 
 
 def receive_parts(
@@ -173,12 +233,13 @@ def receive_parts(
     `check` raises `ValueError` for parts that are not wanted. Raise `OSError` if the parts did not arrive whole.
     """
     try:
-        seals = map(states.parse_seal, connection.receive()["seals"])
-        found = [states.Part(states.slot_name(slot), each).state for each in seals]
+        offered = connection.receive()
+        found = [states.Part(states.slot_name(slot), each).state for each in map(states.parse_seal, offered["seals"])]
         files = [(_path_in(slot, name), size) for each in found for name, size in each.files]
         with states.opened(slot.parent):
             _check_room(slot, files)
         check(found)
+        has_base = _has_base(slot, [each.rank for each in found], offered.get("base", b""))
         with guard(), states.opened(slot.parent):
             slot.mkdir(mode=0o700, exist_ok=True)
             for each in found:
@@ -189,14 +250,25 @@ def receive_parts(
         with suppress(OSError):
             connection.send(refused=str(err))
         raise TransferRefused(str(err)) from err
-    connection.send()
-    checksums = [connection.receive_file(path, size, guard) for path, size in files]
-    if connection.receive().get("checksums") != checksums:
+    connection.send(has_base=has_base)
+    for path, size in files:
+        connection.receive_file(path, size, guard, has_base=has_base)
+    if connection.receive().get("checksum") != connection.checksum():
         raise TransferRefused("the content changed on its way")
     for each in found:
         with guard():
             states.write_seal(slot, each)
     return found
+
+
+def _has_base(slot: Path, ranks: Sequence[int], base: bytes) -> bool:
+    """Return whether a slot has whole parts of some ranks whose seals have the digest `base`."""
+    parts = {part.state.rank: part.state for part in states.parts_in(slot)} if base else {}
+    return all(rank in parts for rank in ranks) and base == _digest_of([parts[rank] for rank in ranks if rank in parts])
+
+
+def _digest_of(parts: Sequence[RankState]) -> bytes:
+    return blake3(b"".join(map(states.pack_seal, parts))).digest()
 
 
 def _path_in(slot: Path, name: str) -> Path:

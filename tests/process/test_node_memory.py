@@ -6,7 +6,6 @@ import json
 import os
 import socket
 import threading
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -153,6 +152,49 @@ def test_copy_of_other_attempt_is_refused(tmp_path: Path) -> None:
         assert [part.state for part in states.read_parts(found.folders[1])] == [part_of(0)]
 
 
+@pytest.mark.parametrize("damage", ["", "seal", "truncated", "failed"])
+def test_unchanged_blocks_stay(tmp_path: Path, damage: str) -> None:
+    """Of a later state in the same slot only changed blocks are sent, unless the buddy lost the earlier one."""
+    mine, theirs = tmp_path / OWN / "mine", tmp_path / OWN / "theirs"
+    attempt = states.attempt_folder(mine, 2, "b")
+    states.make_folder(states.attempt_folder(theirs, 2, "b"))
+    block = 1 << 20
+    frozen, trained, longer = os.urandom(3 * block + 7), os.urandom(block), os.urandom(block + 1)
+
+    def keep_blocks(step: int, content: bytes) -> Path:
+        part = replace(part_of(0, step=step), files=[("frozen.pt", len(frozen)), ("trained.pt", len(content))])
+        slot = states.slot_of(attempt, 0)
+        states.make_folder(slot)
+        (slot / "frozen.pt").write_bytes(frozen)
+        (slot / "trained.pt").write_bytes(content)
+        states.write_seal(slot, part)
+        return slot
+
+    with turns(theirs) as serving:
+        serving.accept(2, "b", [1], WriteTurn().take())
+        copies = BuddyCopies(attempt, [0], serving.address, KEY)
+        keep_blocks(1, trained)
+        copy(copies)
+        target = states.slot_of(states.attempt_folder(theirs, 2, "b"), 0)
+        slot = keep_blocks(2, longer)
+        if damage == "seal":
+            states.write_seal(target, part_of(0, step=9))
+        elif damage == "truncated":
+            os.truncate(target / "frozen.pt", 5)
+        elif damage == "failed":
+            os.truncate(slot / "trained.pt", 5)
+            with pytest.raises(OSError, match="found 5"):
+                copies.copy_new()
+            keep_blocks(2, longer)
+        before = copies.content_bytes
+        copy(copies)
+        sent = copies.content_bytes - before
+        assert sent == len(longer) + (len(frozen) if damage else 0)
+        for name, content in (("frozen.pt", frozen), ("trained.pt", longer)):
+            assert (target / name).read_bytes() == content
+        assert [part.state.step for part in states.parts_in(target)] == [2]
+
+
 def test_new_copy_ends_the_one_before(tmp_path: Path) -> None:
     """A sender that was given up tries again: what arrives of its first copy later is not written."""
     folder = tmp_path / OWN / "mine"
@@ -169,7 +211,7 @@ def test_new_copy_ends_the_one_before(tmp_path: Path) -> None:
             connection.send(seals=[states.pack_seal(part)])
             connection.receive()
         send(second, bytes([7]) * part.files[0][1], tmp_path / OWN / "sender")
-        second.send(checksums=[zlib.crc32(bytes([7]) * part.files[0][1])])
+        second.send(checksum=second.checksum())
         second.receive()
         send(first, bytes([9]) * part.files[0][1], tmp_path / OWN / "sender")
         with pytest.raises(TransferRefused, match="another attempt or copy began"):
@@ -295,9 +337,9 @@ def test_overwritten_state_is_not_sent(tmp_path: Path, monkeypatch: pytest.Monke
     states.make_folder(target.parent)
     sent = Connection.send_file
 
-    def send_file(self: Connection, folder: int, name: str, size: int) -> int:
+    def send_file(self: Connection, folder: int, name: str, size: int, known: Sequence[bytes]) -> list[bytes]:
         states.seal_file(slot, 0).write_bytes(states.pack_seal(part_of(0, step=15)))
-        return sent(self, folder, name, size)
+        return sent(self, folder, name, size, known)
 
     monkeypatch.setattr(Connection, "send_file", send_file)
     with turns(folder) as server, connect(server.address, "fetch") as connection:
@@ -371,7 +413,7 @@ def test_ranks_wait_for_late_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ended = threading.Event()
     marks: list[int] = []
 
-    def fail(*arguments: Any) -> None:
+    def fail(*arguments: Any, **named: Any) -> None:
         marks.append(states.copied_step(attempt, 0))
         if len(marks) == 3:
             ended.set()
@@ -482,7 +524,7 @@ def test_slow_fetch_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_changed_content_is_not_sealed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bit changes on the way: the checksum finds it."""
     numbers = iter(range(99))
-    monkeypatch.setattr(zlib, "crc32", lambda content, before=0: next(numbers))
+    monkeypatch.setattr(Connection, "checksum", lambda connection: next(numbers))
     folder = tmp_path / OWN / "mine"
     keep(folder, part_of(0))
     target = tmp_path / OWN / "theirs" / "000002-b" / "0-000002-b"
