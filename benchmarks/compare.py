@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("programs", nargs="*", metavar="PROGRAM", help=f"by default {', '.join(PROGRAMS)}")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="run the quick version of each program")
-    asked = parser.parse_args()
+    asked = parser.parse_intermixed_args()
     figures: dict[str, Figure] = {}
     with other_commit(asked.revision) as other:
         here = Side(name="here", tree=_ROOT, python=Path(sys.executable))

@@ -10,8 +10,9 @@ Two ranks train a model of 1.1 M parameters (replicated), of 100 M, or of 400 M 
 with a frozen table of 5 GB (FSDP2). In turns a rank is killed, or all ranks of the node. The restart is the time to the next
 step, and the recovery that to a step beyond the last one before the kill. The files of each checkpoint are destroyed once it is
 committed: a recovery that read one would fail. An undisturbed run of as many steps follows, whose losses must be the same. Work
-at risk is the longest time between two states, and overhead the time of `step_done` in steps that keep a state, beyond its median
-in other steps, as a share of all steps. Both are of the undisturbed run. Steps are timed by the ranks, kills by this process.
+at risk is the longest time between two states. Overhead is the time of steps that keep a state, up to the end of the next step,
+beyond the median of other steps, as a share of all steps. Both are of the undisturbed run. Steps are timed by the ranks, kills by
+this process.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def main() -> None:
                 if step % settings["disk_steps"] == 0:
                     checkpointer.save_checkpoint(step, state, storage_type=StorageType.DISK)
             if rank == 0:
-                print(os.getpid(), step, done, time.time(), file=stamps, flush=True)
+                print(os.getpid(), step, done, file=stamps, flush=True)
             if step == settings["steps"]:
                 return
 

@@ -77,7 +77,7 @@ def main() -> None:
             done = time.time()
             run.step_done(loss)
             if os.environ["RANK"] == "0":
-                print(os.getpid(), batch.step, done, time.time(), file=stamps, flush=True)
+                print(os.getpid(), batch.step, done, file=stamps, flush=True)
 
 
 if __name__ == "__main__":

@@ -104,6 +104,7 @@ def _tracked(
         loss.item()
         before = time.perf_counter()
         run.step_done(loss)
+        run.finish_step()
         inside.append(time.perf_counter() - before)
         if len(inside) == steps:
             break

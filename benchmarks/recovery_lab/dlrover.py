@@ -28,7 +28,7 @@ from benchmarks.figures import Figure
 from benchmarks.peer_loaders.environments import DLROVER, python_of
 from benchmarks.programs.recovery_sizes import WIDTH
 from benchmarks.recovery_lab.memory_run import SIZES, MemoryRun, Size
-from benchmarks.recovery_lab.stamps import StampedRun, count_repeated
+from benchmarks.recovery_lab.stamps import StampedRun, count_repeated, spent_on_states
 from benchmarks.recovery_lab.training import PROGRAMS, RANKS, make_numbers, make_source
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.elastic.ranks.addresses import free_port
@@ -128,7 +128,7 @@ class _Side:
         repeated = [steps for run in self.killed for steps in count_repeated(run.lines())]
         pairs = [pair for run in self.killed for pair in zip(run.losses(), self.calm.losses(), strict=False)]
         calm = self.calm.lines()[5:]
-        kept = [each.after - each.done for each in calm if each.step % course.memory_steps == 0]
+        kept = {each.step for each in calm if each.step % course.memory_steps == 0}
         found = {
             "recovery_s": (statistics.median(self.recovery_s), "s"),
             "recovery_most_s": (max(self.recovery_s), "s"),
@@ -137,8 +137,8 @@ class _Side:
             "losses_differing": (sum(one != other for one, other in pairs), "steps"),
             "losses_compared": (len(pairs), "steps"),
             "memory_bytes": (max(run.memory_bytes for run in self.killed), "bytes"),
-            "step_s": ((calm[-1].after - calm[0].after) / (len(calm) - 1), "s"),
-            "state_s": (statistics.median(kept), "s"),
+            "step_s": ((calm[-1].done - calm[0].done) / (len(calm) - 1), "s"),
+            "state_s": (statistics.median(spent_on_states(calm, kept)), "s"),
         }
         return {f"{self.name}_{figure}": Figure(value=value, unit=unit) for figure, (value, unit) in found.items()}
 

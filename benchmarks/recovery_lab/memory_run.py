@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.figures import Figure
-from benchmarks.recovery_lab.stamps import StampedRun
+from benchmarks.recovery_lab.stamps import StampedRun, spent_on_states
 from benchmarks.recovery_lab.training import PROGRAMS, RANKS
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
@@ -196,13 +196,10 @@ class MemoryRun(StampedRun):
     def costs(self, name: str, *, is_chosen: bool) -> dict[str, Figure]:
         """Return overhead and work at risk of an undisturbed run, without its first steps."""
         lines = self.lines()[5:]
-        spent = {each.step: each.after - each.done for each in lines}
-        kept = [step for step in spent if step in self.saved_at]
-        usual = statistics.median([spent[step] for step in spent if step not in self.saved_at] or [0.0])
-        total = lines[-1].after - lines[0].after
-        moments = sorted(at for step, at in self.saved_at.items() if step in spent)
+        spent, total = spent_on_states(lines, self.saved_at), lines[-1].done - lines[0].done
+        moments = sorted(self.saved_at[each.step] for each in lines if each.step in self.saved_at)
         gaps = [later - at for at, later in pairwise(moments)]
-        overhead = sum(max(0.0, spent[step] - usual) for step in kept) / total
+        overhead = max(0.0, sum(spent)) / total
         return {
             f"{name}_overhead": Figure(value=overhead, unit="share of the time", bar="<= 0.02" if is_chosen else None),
             **(
@@ -211,5 +208,5 @@ class MemoryRun(StampedRun):
                 else {}
             ),
             f"{name}_step_s": Figure(value=total / (len(lines) - 1), unit="s"),
-            f"{name}_state_s": Figure(value=statistics.median([spent[step] for step in kept] or [0.0]), unit="s"),
+            f"{name}_state_s": Figure(value=statistics.median(spent or [0.0]), unit="s"),
         }

@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import statistics
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NamedTuple
@@ -21,8 +22,6 @@ class Stamp(NamedTuple):
     pid: int
     step: int
     done: float
-    after: float
-    """The time once the state was kept, if one was due."""
 
 
 class StampFile:
@@ -40,8 +39,8 @@ class StampFile:
                 stream.seek(self._bytes_read)
                 lines, newline, _ = stream.read().rpartition(b"\n")
             self._bytes_read += len(lines) + len(newline)
-            for pid, step, done, kept in map(bytes.split, lines.splitlines()):
-                self._stamps.append(Stamp(int(pid), int(step), float(done), float(kept)))
+            for pid, step, done in map(bytes.split, lines.splitlines()):
+                self._stamps.append(Stamp(int(pid), int(step), float(done)))
         return self._stamps[after:]
 
 
@@ -54,6 +53,13 @@ def count_repeated(stamps: Sequence[Stamp]) -> list[int]:
     """Return the number of finished steps that were repeated, for each restart."""
     attempts = [[each.step for each in found] for _, found in itertools.groupby(stamps, lambda each: each.pid)]
     return [max(0, before[-1] - after[0] + 1) for before, after in itertools.pairwise(attempts)]
+
+
+def spent_on_states(stamps: Sequence[Stamp], kept: Container[int]) -> list[float]:
+    """Return how many seconds longer each step with a state is than the median of other steps, up to the end of the next step."""
+    seconds = {each.step: later.done - each.done for each, later in itertools.pairwise(stamps)}
+    usual = statistics.median([spent for step, spent in seconds.items() if step not in kept] or [0.0])
+    return [spent - usual for step, spent in seconds.items() if step in kept]
 
 
 class StampedRun(ABC):
