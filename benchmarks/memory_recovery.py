@@ -2,7 +2,8 @@
 
 `--nodes` measures several nodes instead, each a network namespace with shared memory of its own. It needs root, iproute2 and
 PostgreSQL. Two nodes of two ranks train the smallest model. By turns a rank, all ranks of a node, or a node is killed, and a
-spare takes the place of the node. Then nodes are lost with their buddies in a run of three: it reads the store.
+spare takes the place of the node. Then nodes are lost with their buddies in a run of three: it reads the store. The work at risk
+of 100 M parameters is measured on networks of two rates (`recovery_lab/at_risk.py`).
 
 `--dlrover` compares with DLRover's flash checkpoint instead, on one node. It makes an environment for it on the first run.
 
@@ -28,9 +29,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.figures import Figure, report
+from benchmarks.recovery_lab.at_risk import measure_at_risk
 from benchmarks.recovery_lab.dlrover import COURSES, compare_with_dlrover
 from benchmarks.recovery_lab.memory_run import SIZES, MemoryRun, Size
-from benchmarks.recovery_lab.nodes import measure_nodes
+from benchmarks.recovery_lab.nodes import measure_nodes, open_source_network
 from benchmarks.recovery_lab.training import make_source
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
@@ -52,7 +54,10 @@ def main() -> None:
     chosen = parser.parse_args()
     figures: dict[str, Figure] = {}
     if chosen.nodes:
-        figures = measure_nodes(chosen.kills or (6 if chosen.quick else 300), pairs=1 if chosen.quick else 5)
+        kills, pairs, steps = (6, 1, 20) if chosen.quick else (300, 5, 100)
+        figures = measure_nodes(chosen.kills or kills, pairs)
+        with open_source_network() as network:
+            figures |= measure_at_risk(network, steps)
     for name in [name for name in chosen.sizes if name in COURSES] if chosen.dlrover else ():
         with tempfile.TemporaryDirectory(prefix="dlac-memory-dlrover-") as home:
             course = COURSES[name]

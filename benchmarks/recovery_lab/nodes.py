@@ -133,6 +133,8 @@ class NodesRun:
     """True: nodes keep states in memory for each other, one per step if the copies are fast enough."""
     waits_for_copies: bool = False
     """True: the ranks wait for the copies, so that each step has a state."""
+    large: bool = False
+    """True: a model of 101 M parameters, states as often as DLAC chooses, and no checkpoint before the end."""
     joined: list[NetworkNode] = field(default_factory=list)
     """All nodes that ever took part or waited."""
     destroyed: set[Path] = field(default_factory=set)
@@ -147,16 +149,17 @@ class NodesRun:
             self._join()
 
     def _spec(self, name: str, order: dict[str, Any]) -> JobSpec:
+        size = {"hidden": "4096", "layers": "6"} if self.large else {"hidden": "1024", "layers": "1"}
         raw = {
             "run": name,
             "source": {"table": "src.rows", "columns": ["x"], "passes": 1_000},
             "order": {"batch_size": _BATCH, "key_groups": _BATCH, **order},
             "checkpoint": {
-                "every_s": 10,
+                "every_s": 3600 if self.large else 10,
                 "keep_last": 2,
                 "mode": "asynchronous",
                 **(
-                    {"memory_every_steps": 1, "memory_waits": self.waits_for_copies}
+                    {"memory_every_steps": int(not self.large), "memory_waits": self.waits_for_copies}
                     if self.keeps_states
                     else {"memory": ""}
                 ),
@@ -171,7 +174,7 @@ class NodesRun:
                 "gather_timeout_s": 120,
                 "preload": ["dlac_pipeline.checkpoint.engines.distributed_state", "torch.distributed.fsdp"],
             },
-            "params": {"stamps": str(self.stamps), "hidden": "1024", "layers": "1", "sharded": "False"},
+            "params": {"stamps": str(self.stamps), **size, "sharded": "False"},
         }
         spec = parse_spec(raw, origin="the benchmark").resolved(self.network.arena.home)
         return spec.model_copy(update={"lakehouse": self.network.catalog})
