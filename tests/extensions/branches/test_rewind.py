@@ -11,8 +11,8 @@ import torch
 import dlac_pipeline
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.audit.lakehouse_sql import open_audit, rows_of
+from dlac_pipeline.checkpoint.interval_choice import Failures
 from dlac_pipeline.checkpoint.store import folder_of
-from dlac_pipeline.extensions.auto_interval.auto_interval import Failures
 from dlac_pipeline.extensions.branches.retire import retire_left
 from dlac_pipeline.extensions.branches.rewind import rewind_run
 from dlac_pipeline.extensions.kept_checkpoints.listing import list_checkpoints

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlac_pipeline.checkpoint.interval import Interval, open_interval
-from dlac_pipeline.extensions.auto_interval.auto_interval import (
+from dlac_pipeline.checkpoint.interval_choice import (
     AutomaticInterval,
     Cost,
     Failures,
