@@ -250,7 +250,7 @@ class CheckpointSpec(spec_problems.Section):
         None
     )
     """Checkpoints are taken at multiples of this many optimizer steps. "auto": at the interval of least cost, from measured costs
-    and failures. Unset: 100, or none if every_s is set."""
+    and failures. Unset: "auto", or none if every_s is set."""
     every_s: float = Field(default=0.0, ge=0, le=spec_problems.LONGEST_S)
     """Seconds of training between checkpoints. 0: only steps count. With every_steps the earlier one counts. With "auto": seconds
     of work that a failure may cost, if checkpoints are fast enough."""
@@ -300,14 +300,12 @@ class CheckpointSpec(spec_problems.Section):
     @property
     def steps_between(self) -> int | None:
         """Optimizer steps at whose multiples checkpoints are taken. None: steps do not count."""
-        if self.every_steps is None and not self.every_s:
-            return 100
         return self.every_steps if isinstance(self.every_steps, int) else None
 
     @property
     def is_automatic(self) -> bool:
         """True if the interval between checkpoints is computed."""
-        return self.every_steps == "auto"
+        return self.every_steps == "auto" or (self.every_steps is None and not self.every_s)
 
 
 class JobSpec(spec_problems.Section):
