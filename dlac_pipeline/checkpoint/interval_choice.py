@@ -1,36 +1,53 @@
-"""Choice of the interval between checkpoints: the optimum of what checkpoints cost and failures lose."""
+"""The one choice of intervals: between checkpoints, and between states in memory. In: costs, failures, limits. Out: seconds.
+
+Source: J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, Future Generation Computer
+Systems 22 (2006), equation 37. Its first term is Young's (1974) sqrt(2 cost mtbf).
+"""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+from itertools import pairwise
 
-from dlac_pipeline.checkpoint.interval import Choice, Interval
-from dlac_pipeline.checkpoint.step_sync import NOTICES, SYNC_EVERY_S
-from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
-from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.lakehouse.ledger.recoveries import Recovery, recoveries_of
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow, LedgerRow
-from dlac_pipeline.spec.job_spec import CheckpointSpec, JobSpec
-from dlac_pipeline.spec.launch_spec import NODES
+from dlac_pipeline.spec.job_spec import CheckpointSpec
+from dlac_pipeline.spec.launch_spec import NODES, NOTICES
 
-MOST_OVERHEAD = 0.1
+_MOST_OVERHEAD = 0.1
 """Share of the time that checkpoints may take at the most, whatever the failure rate."""
+_STATES_OVERHEAD = 0.02
+"""Share of the time that states in memory may take at the most, whatever the failure rate."""
+_POINT_OVERHEAD = 0.005
+"""Share of the time that states in memory may take for the default of `memory_point_s`."""
+_POINT_S = 10.0
+"""The default of `checkpoint.memory_point_s`."""
 _PRIOR_MTBF_S = 86_400.0
 """Time between failures until the run has failed: a day. The interval grows with its root only, and is measured afterwards."""
 _FIRST_S = 60.0
 """Seconds until the first checkpoint of a run, whose cost is unknown."""
 _LEFT_WELL = ("end", "left", NODES, *NOTICES)
 """Reasons of last checkpoints."""
-_NEWS = 0.1
-"""Relative change of the interval that is worth an event."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """An interval and the reason for it."""
+
+    interval_s: float
+    reason: str
+    least_s: float = 0.0
+    """The shortest interval that is worth its cost."""
+
+    def steps(self, step_s: float) -> int:
+        """Return the interval in steps of so many seconds. The last step ends within it, unless it would cost too much."""
+        step_s = max(step_s, 1e-6)
+        return max(1, math.ceil(self.least_s / step_s), math.floor(self.interval_s / step_s))
 
 
 def daly_interval_s(cost_s: float, mtbf_s: float) -> float:
-    """Return the seconds of work between checkpoints that lose the least, if a checkpoint costs `cost_s`.
-
-    Source: J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, Future Generation
-    Computer Systems 22 (2006), equation 37. Its first term is Young's (1974) sqrt(2 cost mtbf).
-    """
+    """Return the seconds of work between checkpoints that lose the least, if a checkpoint costs `cost_s`."""
     if cost_s >= 2 * mtbf_s:
         return mtbf_s
     ratio = cost_s / (2 * mtbf_s)
@@ -45,40 +62,52 @@ class Failures:
     trained_s: float = 0.0
 
     @classmethod
-    def of_rows(cls, rows: Sequence[LedgerRow], recoveries: Sequence[Recovery]) -> "Failures":
-        """Count the attempts before the last claim, except attempts that ended with a checkpoint on purpose, or by a rewind."""
-        seen_alive = {each.replaced_attempt: each.failed_at for each in recoveries}
-        claims = [row for row in rows if isinstance(row, ClaimRow) and row.trains][:-1]
-        rewound = {row.replaces for row in rows if isinstance(row, ClaimRow) and row.purpose == "rewinds"}
+    def of_rows(cls, rows: Sequence[LedgerRow]) -> "Failures":
+        """Count the attempts before the last claim, except attempts that ended with a checkpoint on purpose, or by a rewind.
+
+        An attempt has lived until its last checkpoint or the last state that a claim names, and at most a minute longer.
+        """
+        claims = [row for row in rows if isinstance(row, ClaimRow)]
+        rewound = {row.replaces for row in claims if row.purpose == "rewinds"}
+        taken: dict[int, list[CheckpointRow]] = defaultdict(list)
+        for row in rows:
+            if isinstance(row, CheckpointRow):
+                taken[row.attempt].append(row)
+        kept = {row.memory_of: datetime.fromtimestamp(row.memory_at, UTC) for row in claims}
         count, trained_s = 0, 0.0
-        for claim in claims:
-            attempt, began = claim.attempt, claim.committed_at
-            taken = [row for row in rows if isinstance(row, CheckpointRow) and row.attempt == attempt]
-            ended = max([began, *(row.committed_at for row in taken), seen_alive.get(attempt, began)])
-            trained_s += (ended - began).total_seconds()
-            left_well = bool(taken) and taken[-1].reason in _LEFT_WELL
-            count += not (left_well or attempt in rewound)
+        for claim, following in pairwise(claims):
+            began, own = claim.committed_at, taken[claim.attempt]
+            left_well = bool(own) and own[-1].reason in _LEFT_WELL
+            seen_at = max([began, *(row.committed_at for row in own), kept.get(claim.attempt, began)])
+            longer = timedelta() if left_well else timedelta(seconds=_FIRST_S)
+            if claim.trains:
+                trained_s += (max(seen_at, min(seen_at + longer, following.committed_at)) - began).total_seconds()
+                count += not (left_well or claim.attempt in rewound)
         return cls(count=count, trained_s=trained_s)
 
-    def mtbf_s(self, prior_s: float) -> float:
-        """Mean time between failures. Before the first failure: the prior, or the time without one if that is longer."""
-        return self.trained_s / self.count if self.count and self.trained_s else max(prior_s, self.trained_s)
+    def after(self, seconds: float) -> "Failures":
+        """Return the failures once the attempt has trained so long."""
+        return replace(self, trained_s=self.trained_s + seconds)
 
-    def describe(self, mtbf_s: float) -> str:
+    def mtbf_s(self) -> float:
+        """Mean time between failures. Before the first failure: a day, or the time without one if that is longer."""
+        return self.trained_s / self.count if self.count and self.trained_s else max(_PRIOR_MTBF_S, self.trained_s)
+
+    def describe(self) -> str:
         """Return the failures as a phrase."""
         if not self.count:
-            return f"no failure yet, taken as one in {mtbf_s / 3600:.2g} h"
+            return f"no failure yet, taken as one in {self.mtbf_s() / 3600:.2g} h"
         return f"{self.count} failure{'s' * (self.count > 1)} in {self.trained_s / 3600:.2g} h of training"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cost:
-    """Cost of a checkpoint, in seconds."""
+    """Cost of a checkpoint or a state, in seconds."""
 
     lost_s: float
     """Training time that it takes away: the wait of training, and its slowdown during the commit."""
     total_s: float
-    """Seconds until it is committed."""
+    """Seconds until it is committed, or sealed."""
 
     @classmethod
     def of_rows(cls, rows: Sequence[LedgerRow]) -> "Cost | None":
@@ -90,94 +119,56 @@ class Cost:
         return cls(lost_s=found[-1].get("stall", total_s), total_s=total_s)
 
 
-def choose_interval(settings: CheckpointSpec, cost: Cost | None, failures: Failures) -> Choice:
-    """The interval between checkpoints, in seconds of training, that `settings` ask for."""
-    wished_s = settings.every_s
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """Limits of an interval."""
+
+    point_s: float = math.inf
+    """Seconds of work that a failure may cost."""
+    point_overhead: float = _MOST_OVERHEAD
+    """Share of the time that may be spent for `point_s`."""
+    overhead: float = _MOST_OVERHEAD
+    """Share of the time that may be spent whatever the failure rate."""
+    agreed_s: float = 0.0
+    """Seconds until all ranks know that the interval has passed."""
+
+    @classmethod
+    def of_states(cls, settings: CheckpointSpec) -> "Limits":
+        """Return the limits of the interval between states in memory. A point that the user sets may cost more."""
+        point_s = settings.memory_point_s
+        if point_s is None:
+            return cls(point_s=_POINT_S, point_overhead=_POINT_OVERHEAD, overhead=_STATES_OVERHEAD)
+        return cls(point_s=point_s, point_overhead=_STATES_OVERHEAD, overhead=_STATES_OVERHEAD)
+
+
+def choose_interval(cost: Cost | None, failures: Failures, limits: Limits) -> Choice:
+    """Return the interval of least cost, in seconds of training, between its limits.
+
+    It is the optimum for the cost and the failures, or the recovery point if that is shorter. Where these would take too much of
+    the time, the limit of the time wins: states are paid for in each step, and a failure is rare.
+    """
     if cost is None:
-        return Choice(interval_s=min(_FIRST_S, wished_s or _FIRST_S), reason="the first one shows what they cost")
-    mtbf_s = failures.mtbf_s(_PRIOR_MTBF_S)
-    optimum_s = daly_interval_s(cost.lost_s, mtbf_s)
-    optimum = f"optimum for checkpoints that cost {cost.lost_s:.2g} s, {failures.describe(mtbf_s)}"
-    at_least_s, floor = max(
-        (cost.lost_s * (1 / MOST_OVERHEAD - 1), f"so that they take {MOST_OVERHEAD:.0%} of the time at the most"),
+        first_s = min(_FIRST_S, failures.mtbf_s() / 2, limits.point_s)
+        return Choice(interval_s=first_s, reason="the first one shows what they cost")
+    optimum_s = daly_interval_s(cost.lost_s, failures.mtbf_s())
+    optimum = f"optimum for checkpoints that cost {cost.lost_s:.2g} s, {failures.describe()}"
+    floor_s, floor = max(
+        (_at_least(cost, limits.overhead), f"so that they take {limits.overhead:.0%} of the time at the most"),
         (cost.total_s, "as long as one takes"),
-        (SYNC_EVERY_S, "as often as ranks agree"),
+        (limits.agreed_s, "as often as ranks agree"),
     )
-    at_most_s = wished_s - cost.total_s - SYNC_EVERY_S if wished_s else math.inf
-    if at_least_s <= optimum_s <= at_most_s:
-        return Choice(interval_s=optimum_s, reason=optimum)
-    if optimum_s < at_least_s <= at_most_s:
-        return Choice(interval_s=at_least_s, reason=f"{floor}; {optimum} is {optimum_s:.2g} s")
-    if at_least_s <= at_most_s:
-        reason = f"wished recovery point of {wished_s:g} s; {optimum} is {optimum_s:.0f} s"
-        return Choice(interval_s=at_most_s, reason=reason)
-    return Choice(
-        interval_s=at_least_s,
-        reason=f"the wished recovery point of {wished_s:g} s cannot be held by checkpoints that take {cost.total_s:.2g} s "
-        f"and cost {cost.lost_s:.2g} s",
-    )
+    at_most_s = limits.point_s - cost.total_s - limits.agreed_s
+    least_s = max(floor_s, min(optimum_s, _at_least(cost, limits.point_overhead)))
+    if optimum_s <= at_most_s:
+        reason = optimum if floor_s <= optimum_s else f"{floor}; {optimum} is {optimum_s:.2g} s"
+    elif least_s <= at_most_s:
+        reason = f"wished recovery point of {limits.point_s:g} s; {optimum} is {optimum_s:.0f} s"
+    else:
+        reason = f"the wished recovery point of {limits.point_s:g} s cannot be held by checkpoints that take "
+        reason += f"{cost.total_s:.2g} s and cost {cost.lost_s:.2g} s"
+    return Choice(interval_s=max(least_s, min(optimum_s, at_most_s)), reason=reason, least_s=least_s)
 
 
-def open_automatic(spec: JobSpec, lakehouse: Lakehouse, now: float) -> "AutomaticInterval":
-    """Return the clock of a run, with the cost of its past checkpoints and the number of its failures by the ledger."""
-    rows = Ledger(lakehouse).rows(spec.run, kinds=(ClaimRow, CheckpointRow))
-    failures = Failures.of_rows(rows, recoveries_of(lakehouse, spec.run))
-    return AutomaticInterval(spec.checkpoint, now, cost=Cost.of_rows(rows), failures=failures)
-
-
-class AutomaticInterval(Interval):
-    """The clock with the interval that costs the least, by measurements."""
-
-    def __init__(self, settings: CheckpointSpec, now: float, *, cost: Cost | None, failures: Failures) -> None:
-        super().__init__(choose_interval(settings, cost, failures), now)
-        self._settings = settings
-        self._began = self._stepped = now
-        self._cost = cost
-        self._before = failures
-        self._idle, self._busy = _Pace(), _Pace()
-        self._reported_s = 0.0
-
-    def step_done(self, now: float, *, in_background: bool) -> None:
-        """Note a step. `in_background`: a checkpoint is being committed in the background, which may slow it down."""
-        (self._busy if in_background else self._idle).add(now - self._stepped)
-        self._stepped = now
-
-    def taken(self, now: float) -> None:
-        """Note that a checkpoint was taken, or passed on to be committed in the background."""
-        super().taken(now)
-        self._stepped = now
-
-    def committed(self, now: float, phases: Mapping[str, float]) -> None:
-        """Take the cost of a checkpoint into account, and choose again."""
-        super().committed(now, phases)
-        lost_s = phases["stall"] + self._busy.slower_than(self._idle)
-        self._busy = _Pace()
-        if self._cost is not None:
-            lost_s = (lost_s + self._cost.lost_s) / 2  # one slow disk does not make a rule
-        self._cost = Cost(lost_s=lost_s, total_s=self._took_s)
-        failures = Failures(count=self._before.count, trained_s=self._before.trained_s + now - self._began)
-        self.choice = choose_interval(self._settings, self._cost, failures)
-
-    def news(self) -> Choice | None:
-        """Return the choice, if it differs from the last one reported."""
-        choice = self.choice
-        if abs(choice.interval_s - self._reported_s) <= _NEWS * self._reported_s:
-            return None
-        self._reported_s = choice.interval_s
-        return choice
-
-
-@dataclass(slots=True)
-class _Pace:
-    steps: int = 0
-    seconds: float = 0.0
-
-    def add(self, seconds: float) -> None:
-        self.steps += 1
-        self.seconds += seconds
-
-    def slower_than(self, other: "_Pace") -> float:
-        """Return the seconds that these steps took longer than as many further steps, or 0 without a comparison."""
-        if not self.steps or not other.steps:
-            return 0.0
-        return max(0.0, self.seconds - self.steps * other.seconds / other.steps)
+def _at_least(cost: Cost, overhead: float) -> float:
+    """Return the shortest interval at which a cost is no larger share of the time."""
+    return cost.lost_s * (1 / overhead - 1)

@@ -34,6 +34,7 @@ def with_values(section: str, **values: Any) -> dict[str, Any]:
         ),
         (with_values("source", table="a..t"), r"source\.table: expected namespace\.table, found 'a\.\.t'"),
         (with_values("launch", deadline_s=0), r"launch\.deadline_s: .*greater than 0 \(found 0\)"),
+        (with_values("checkpoint", memory_point_s=0), r"checkpoint\.memory_point_s: .*greater than 0 \(found 0\)"),
         (with_values("order", batch_size=30), r"order: .*batch_size 30 is not a multiple of key_groups 8"),
         (with_values("launch", world_size=3), r"batch_size 32 is not a multiple of world_size 3"),
         (
