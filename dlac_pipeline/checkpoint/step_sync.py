@@ -14,12 +14,11 @@ import torch.distributed as dist
 
 from dlac_pipeline.lakehouse.errors import CursorMismatch
 from dlac_pipeline.read.device import can_pin_memory
+from dlac_pipeline.spec.launch_spec import NOTICES
 
 SYNC_EVERY_S = 2.0
 MAX_STEPS = 64
 """Most steps between two messages. It limits how late a notice during fast steps is received."""
-NOTICES = ("SIGTERM", "SIGUSR1", "termination_url", "launcher")
-"""Reasons to stop a run: a signal, the answer of the URL, or the end of the launcher that started the ranks."""
 
 
 @dataclass(frozen=True, slots=True)

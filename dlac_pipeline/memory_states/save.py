@@ -1,4 +1,4 @@
-"""Memory states of a rank while it trains: saved after steps that all ranks agree on, as often as their cost allows."""
+"""Memory states of a rank while it trains: saved after steps that all ranks agree on, at the interval of least cost."""
 
 import logging
 import math
@@ -16,6 +16,7 @@ from typing import Any
 from torch.nn import Module
 
 from dlac_pipeline.checkpoint.engines import Engine
+from dlac_pipeline.checkpoint.interval_choice import Choice, Cost, Failures, Limits, choose_interval
 from dlac_pipeline.checkpoint.manager import CheckpointManager
 from dlac_pipeline.checkpoint.restore.resume_point import FromMemory, ResumePoint
 from dlac_pipeline.checkpoint.rng import save_rng
@@ -31,8 +32,6 @@ from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.track.tracker import ReaderStateTracker
 
 _log = logging.getLogger(__name__)
-MOST_OVERHEAD = 0.016
-"""Share of the training time that memory states may take."""
 _STATE_PER_WEIGHT = 4
 """Bytes of a state for each byte of the weights that are trained, before the first one has shown them. Frozen ones have 1."""
 _NOT_WANTED = "-"
@@ -81,6 +80,8 @@ class MemorySaves:
         """Step of the last state."""
         self._copied = False
         """True if all ranks know that this state is whole, also at the buddies of all nodes."""
+        self._is_outdated = False
+        """True if a checkpoint was taken since the last state, which does not continue it."""
         self._has_buddy = not communicator.is_on_one_node
         self._waits = spec.checkpoint.memory_waits
         self._waited_for = 0
@@ -93,6 +94,9 @@ class MemorySaves:
         self._maps = run_folder is not None and is_tmpfs(run_folder)
         self._costs: deque[float] = deque(maxlen=_COSTS)
         """Seconds that the last states took."""
+        self._failures = Failures(count=point.failures, trained_s=point.trained_s)
+        self._limits, self._began = Limits.of_states(spec.checkpoint), time.monotonic()
+        self._choice: Choice | None = None
         self._step_s = math.inf
         self._stepped_at: float | None = None
         self._due_at = 0.0
@@ -134,8 +138,9 @@ class MemorySaves:
         self._returned_at = time.monotonic()
 
     def pause(self) -> None:
-        """Restart both clocks: a pause is neither a step nor a save."""
+        """Restart both clocks after a checkpoint, which is neither a step nor a save. The next state comes earlier."""
         self._stepped_at, self._due_at, self._returned_at = None, time.monotonic(), None
+        self._is_outdated = True
 
     def wait_for_copy(self, is_asked: Callable[[], bool]) -> None:
         """Wait until this node's part of the last state is copied, if another one is due now and `memory_waits` is set.
@@ -154,8 +159,9 @@ class MemorySaves:
     def report(self, report: RankReport) -> RankReport:
         """Add this rank's facts about states: that it cannot keep them, and from rank 0 how often they must be kept."""
         steps = 0
-        if self._communicator.rank == 0 and not self._fixed and self._costs and math.isfinite(self._step_s):
-            steps = math.ceil(statistics.median_low(self._costs) / (MOST_OVERHEAD * self._step_s))
+        is_asked = self._communicator.rank == 0 and not self._fixed
+        if is_asked and self._choice is not None and math.isfinite(self._step_s):
+            steps = self._choice.steps(self._step_s)
         return replace(report, memory_steps=steps, memory_failed=self._failed, memory_copied=self._is_copied())
 
     def on_sync(self, sync: StepSync) -> None:
@@ -179,8 +185,10 @@ class MemorySaves:
             return self._number == 0 or step % self._fixed == 0
         if self._has_buddy and 0 < self._number < _FIRST and not self._copied:
             return False  # to ask in each step until the copy is done would cost more than a late state
-        passed = step - self._saved_step
-        is_time = 0 < self._every <= passed and (passed % self._every == 0 or not self._has_buddy)
+        passed, every = step - self._saved_step, self._every
+        if self._is_outdated:  # a restart would read the checkpoint
+            every = (every + 1) // 2
+        is_time = 0 < every <= passed and (self._copied or passed % every == 0 or not self._has_buddy)
         return self._number < _FIRST or is_time
 
     def save(self, engine: Engine, *, rows: int) -> None:
@@ -218,10 +226,14 @@ class MemorySaves:
         if failure is not None:
             self._give_up(slot, failure)
         self._number, self._saved_step, self._copied = self._number + 1, self._tracker.step, False
+        self._is_outdated = False
         self._stepped_at, self._returned_at = time.monotonic() - worked_s, None
         if self._number <= states.SLOTS + 1:
             self._costs.clear()
-        self._costs.append(self._stepped_at - self._due_at)
+        self._costs.append(max(0.0, self._stepped_at - self._due_at))
+        cost_s = statistics.median_low(self._costs)
+        failures = self._failures.after(self._stepped_at - self._began)
+        self._choice = choose_interval(Cost(lost_s=cost_s, total_s=cost_s), failures, self._limits)
 
     def end(self, *, committed: bool) -> None:
         """Remove the states at the end of the attempt, if its last checkpoint has everything."""

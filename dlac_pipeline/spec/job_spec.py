@@ -250,7 +250,7 @@ class CheckpointSpec(spec_problems.Section):
         None
     )
     """Checkpoints are taken at multiples of this many optimizer steps. "auto": at the interval of least cost, from measured costs
-    and failures. Unset: 100, or none if every_s is set."""
+    and failures. Unset: "auto", or none if every_s is set."""
     every_s: float = Field(default=0.0, ge=0, le=spec_problems.LONGEST_S)
     """Seconds of training between checkpoints. 0: only steps count. With every_steps the earlier one counts. With "auto": seconds
     of work that a failure may cost, if checkpoints are fast enough."""
@@ -263,7 +263,9 @@ class CheckpointSpec(spec_problems.Section):
     """Folder of shared memory in which a node keeps the newest states of its ranks and of another node's, so that a restart reads
     neither the store nor the disk. Empty: no such states."""
     memory_every_steps: int = Field(default=0, ge=0, le=spec_problems.MOST_STEPS)
-    """Such states are kept after multiples of this many optimizer steps. 0: as often as costs 1.6 % of the time."""
+    """Such states are kept after multiples of this many optimizer steps. 0: at the interval of least cost."""
+    memory_point_s: float | None = Field(default=None, gt=0, le=spec_problems.LONGEST_S)
+    """Seconds of work that a failure may cost at that interval, for at most 2 % of the time. Unset: 10, for at most 0.5 %."""
     memory_waits: bool = False
     """With several nodes: when such a state is due, training waits until the one before is copied to another node. False: the
     state is left out, so with a slow network a failure repeats more steps."""
@@ -300,14 +302,12 @@ class CheckpointSpec(spec_problems.Section):
     @property
     def steps_between(self) -> int | None:
         """Optimizer steps at whose multiples checkpoints are taken. None: steps do not count."""
-        if self.every_steps is None and not self.every_s:
-            return 100
         return self.every_steps if isinstance(self.every_steps, int) else None
 
     @property
     def is_automatic(self) -> bool:
         """True if the interval between checkpoints is computed."""
-        return self.every_steps == "auto"
+        return self.every_steps == "auto" or (self.every_steps is None and not self.every_s)
 
 
 class JobSpec(spec_problems.Section):

@@ -14,6 +14,8 @@ HERE = "here"
 """The launcher of the core: this node."""
 NODES = "nodes"
 """Reason of an attempt that exits to make room for more nodes. It has no deadline, so this is no notice."""
+NOTICES = ("SIGTERM", "SIGUSR1", "termination_url", "launcher")
+"""Reasons to stop a run: a signal, the answer of the URL, or the end of the launcher that started the ranks."""
 LISTENS_S = 30.0
 """Extra seconds for the nodes of a cluster's job, past their ranks' time to exit, until their last events appear in its logs."""
 READER_VARIABLE = "DLAC_PROCESSES_PER_READER"

@@ -16,7 +16,6 @@ from dlac_pipeline.elastic.ranks.launch_folder import notice_file, room_file, st
 from dlac_pipeline.elastic.ranks.rank import leave_reason
 from dlac_pipeline.elastic.ranks.this_process import this_process
 from dlac_pipeline.lakehouse.errors import Preempted
-from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.launch_spec import NODES
 from dlac_pipeline.supervise.ranks.rank_events import EventWriter
@@ -62,7 +61,7 @@ class CheckpointPolicy:
             stop_file=None if folder is None else stop_file(folder, rank),
         )
 
-    def resumed(self, point: ResumePoint, lakehouse: Lakehouse) -> None:
+    def resumed(self, point: ResumePoint) -> None:
         """Note that training resumes here."""
         self._step, self.head_step = point.step, point.head_step
         self._head = point.checkpoint_id
@@ -70,7 +69,7 @@ class CheckpointPolicy:
         if isinstance(point, FromMemory) and point.step > point.head_step:
             self._age_s = max(0.0, time.time() - point.head_at)
         if self._rank == 0:
-            self._interval = open_interval(self._spec, lakehouse, time.monotonic())
+            self._interval = open_interval(self._spec.checkpoint, point, time.monotonic())
 
     @property
     def is_asked(self) -> bool:

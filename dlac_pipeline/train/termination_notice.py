@@ -38,7 +38,7 @@ class Notice:
     """The first notice that a rank received."""
 
     name: str
-    """Notice from `step_sync.NOTICES`."""
+    """Notice from `launch_spec.NOTICES`."""
     at: float
     """Moment of the notice in monotonic seconds."""
 

@@ -115,7 +115,7 @@ class TrainingRun:
         else:
             self.resume_point = startup.await_resume_point(folder)
         self._attempt, self._checkpointing = self._open()
-        self._policy.resumed(self.resume_point, self._lakehouse)
+        self._policy.resumed(self.resume_point)
         self._batch: Batch | None = None
         self._loader: TrainerLoader | None = None
         self._due_reason: str | None = None

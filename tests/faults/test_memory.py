@@ -86,6 +86,27 @@ def test_killed_rank_costs_two_batches(campaign: Arena) -> None:
     assert [row.memory_of for row in campaign.rows(run, ClaimRow)] == [0, 1, 2]
 
 
+@pytest.mark.parametrize("point_s", [None, 2.0])
+def test_states_follow_cost_and_failures(campaign: Arena, point_s: float | None, tmp_path: Path) -> None:
+    """A rank is killed after 100 steps in 5 s: a state is up to 10 s old, or 2 s as set. After the failure states are denser."""
+    run, found = f"memory-paced-{point_s}", list[int]()
+    paced: dict[str, Any] = {"memory_every_steps": 0, "memory_point_s": point_s, "every_steps": 1_000, "pause_s": 0.05}
+    spec = spec_of(campaign, run, memory=str(tmp_path), passes=9, steps=500, **paced)
+    launch, folder = campaign.launch(spec), memory_folder(spec)
+    assert folder is not None
+    wait_until(lambda: any(each["step"] == 100 for each in campaign.entries(run)), what="step 100")
+    os.kill(launch.ranks()[1].pid, signal.SIGKILL)
+    recovered = launch.wait_for("recovered")
+    assert (recovered["rows_replayed"] > 42 * _BATCH) == (point_s is None)
+
+    def are_paced() -> bool:
+        found[:] = [each.first.step for each in read_states(folder)]
+        return len(found) == 2 and found[1] > recovered["resumed_step"] + 4
+
+    wait_until(are_paced, what="two states after the first four")
+    assert found[0] - found[1] < 42
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["asynchronous", "synchronous"])
 def test_state_of_the_head_is_used(campaign: Arena, mode: str) -> None:

@@ -6,7 +6,6 @@ import json
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 
@@ -28,7 +27,7 @@ def when(tmp_path: Path) -> Iterator[CheckpointPolicy]:
     launch = {"nodes": "1:2", "rendezvous": "host:1", "deadline_s": 25.0}
     spec = small_spec(order={"batch_size": 4, "key_groups": 4, "steps": 1}, launch=launch)
     policy_of_rank_0 = CheckpointPolicy(spec, 0, tmp_path, EventWriter(tmp_path, 0))
-    policy_of_rank_0.resumed(POINT, Mock())
+    policy_of_rank_0.resumed(POINT)
     yield policy_of_rank_0
     policy_of_rank_0.close()
 

@@ -34,6 +34,12 @@ class _AttemptFacts:
     """Step up to which loss spikes are trained through."""
     rehearses_until: int = 0
     """Last step of a rehearsal, which commits nothing. 0 for a launch that trains."""
+    failures: int = 0
+    """Attempts before this one that failed."""
+    trained_s: float = 0.0
+    """Seconds that all attempts before this one trained."""
+    checkpoint_cost: list[float] = field(default_factory=list)
+    """Seconds that the last checkpoint took from training, and in all. Empty: the run has none."""
 
     def to_json(self) -> str:
         """Return this resume point as JSON, for the ranks."""

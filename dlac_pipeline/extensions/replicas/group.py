@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch.distributed import ReduceOp
 
-from dlac_pipeline.checkpoint.step_sync import NOTICES, RankReport
+from dlac_pipeline.checkpoint.step_sync import RankReport
 from dlac_pipeline.elastic.ranks.addresses import LOOPBACK
 from dlac_pipeline.elastic.ranks.communicator import Communicator
 from dlac_pipeline.elastic.ranks.process_group import serve_store
@@ -31,6 +31,7 @@ from dlac_pipeline.extensions.replicas.rank import (
 )
 from dlac_pipeline.lakehouse.errors import ScriptInvalid, TrainingFailed
 from dlac_pipeline.plan.slots import DataCoordinate
+from dlac_pipeline.spec.launch_spec import NOTICES
 from dlac_pipeline.supervise.liveness.heartbeat import Phase, read_heartbeat
 
 _CONNECT_S = 10.0

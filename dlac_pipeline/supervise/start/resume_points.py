@@ -3,6 +3,7 @@
 import socket
 from typing import Any
 
+from dlac_pipeline.checkpoint.interval_choice import Cost, Failures
 from dlac_pipeline.checkpoint.restore.resume_point import FreshStart, FromCheckpoint, FromMemory
 from dlac_pipeline.checkpoint.restore.verified_copy import Restored
 from dlac_pipeline.lakehouse.ledger.branches import moves_back
@@ -66,6 +67,7 @@ def _facts(claimed: Claimed, leg: Leg, rows: list[LedgerRow], head: str) -> dict
     """Return the fields that each resume point has. `head` is the checkpoint that it continues, or empty."""
     committed = leg_of(rows, head) if head else None
     moves, last = moves_back(rows), max((row.seq for row in checkpoint_rows(rows).values()), default=0)
+    failures, cost = Failures.of_rows(rows), Cost.of_rows(rows)
     return {
         "attempt": claimed.attempt.number,
         "nonce": claimed.attempt.nonce,
@@ -75,4 +77,7 @@ def _facts(claimed: Claimed, leg: Leg, rows: list[LedgerRow], head: str) -> dict
         "leaves_out_more": leg.leaves_out_more_than(committed),
         "branch": moves[-1].branch if moves else 1,
         "went_back": [each.row.attempt for each in moves if each.row.seq > last],
+        "failures": failures.count,
+        "trained_s": failures.trained_s,
+        "checkpoint_cost": [] if cost is None else [cost.lost_s, cost.total_s],
     }

@@ -11,8 +11,8 @@ import torch
 import dlac_pipeline
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.audit.lakehouse_sql import open_audit, rows_of
+from dlac_pipeline.checkpoint.interval_choice import Failures
 from dlac_pipeline.checkpoint.store import folder_of
-from dlac_pipeline.extensions.auto_interval.auto_interval import Failures
 from dlac_pipeline.extensions.branches.retire import retire_left
 from dlac_pipeline.extensions.branches.rewind import rewind_run
 from dlac_pipeline.extensions.kept_checkpoints.listing import list_checkpoints
@@ -34,7 +34,6 @@ from dlac_pipeline.lakehouse.errors import (
 from dlac_pipeline.lakehouse.ledger.branches import exclusions_in_force
 from dlac_pipeline.lakehouse.ledger.commits import Attempt, commit_checkpoint
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
 from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, CheckpointRow, ClaimRow, LegRow, RewindRow
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.claims import attempts_without_progress, launcher_of
@@ -183,7 +182,7 @@ def test_rewind_is_one_fencing_append(arena: Arena) -> None:
     arena.train(spec, until=25)
     assert attempts_without_progress(arena.rows("r")) == 1
     arena.train(spec, until=25)
-    failures = Failures.of_rows(arena.rows("r"), recoveries_of(arena.lakehouse, "r"))
+    failures = Failures.of_rows(arena.rows("r"))
     assert failures.count == 1, "of the attempts 1, 3 and 4: the first was ended, the last is not over"
     (pin,) = list_pins(arena.lakehouse, "src.t")
     assert pin.needed_by == ("r",)

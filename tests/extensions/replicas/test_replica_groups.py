@@ -36,6 +36,7 @@ from dlac_pipeline.spec.job_spec import parse_spec
 from dlac_pipeline.track.tracker import ReaderStateTracker
 from dlac_pipeline.train.checkpoint_policy import CheckpointPolicy
 from dlac_pipeline.train.open_attempt import OpenAttempt
+from tests.memory_states import fresh_start
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -198,7 +199,7 @@ class Replica:
         self.group = group_of(folder, number)
         self.group.share = DataCoordinate(number, 2)
         self.policy = CheckpointPolicy(SPEC, 0, None, MagicMock())
-        self.policy.resumed(MagicMock(step=0, head_step=0), MagicMock())
+        self.policy.resumed(fresh_start())
         self.tracker = ReaderStateTracker(committed_step=0, groups=range(1))
         self.saved: list[tuple[int, int, bool]] = []
         self.attempt = MagicMock(tracker=self.tracker, rehearses=False, has_unrecorded_leg=False)

@@ -1,1 +1,0 @@
-"""The interval between checkpoints that costs the least."""
