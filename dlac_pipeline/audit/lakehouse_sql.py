@@ -29,10 +29,11 @@ QUESTIONS = (
 
 _AUDIT = (
     *("or_nothing", "audited", "finishes", "advances", "cuts", "legs", "leg_sources", "leg_cuts", "live_plans"),
-    *("complete_sources", "dead_positions", "block_tiles", "intervals", "duplicates", "gaps", "passed_over"),
+    *("replays", "unapplied_steps", "complete_sources", "dead_positions", "block_tiles", "intervals", "duplicates"),
+    *("gaps", "passed_over"),
     *("rows_at", "readers", "rows_seen", "affected", "consumed_at", "consumed_rows", "consumed_units", "coverage"),
     *("passes", "uneven_shares", "shortfalls", "repeats", "quarantined_units", "sources", "totals"),
-    *("cut_problems", "advance_problems", "leg_problems", "lineage_problems", "problems"),
+    *("cut_problems", "advance_problems", "leg_problems", "replay_problems", "lineage_problems", "problems"),
     *("checkpoint_costs", "exports", "verifications", "rewinds", "branches", "attempt_times", "goodput"),
 )
 VIEWS = (*QUESTIONS, *_AUDIT)

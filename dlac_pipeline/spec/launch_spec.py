@@ -103,6 +103,9 @@ class LaunchSpec(Section):
     """"stop": the run ends with LossNotFinite soon after a step whose loss is NaN or infinite. It commits no checkpoint of such a
     step or such weights. "warn": it continues with a warning. Steps that were not applied, such as after an fp16 overflow, do
     not count."""
+    on_skipped: Literal["count", "replay"] = "count"
+    """"count": the audit counts rows of steps that were not applied. "replay": steps after the last pass train their batches
+    again."""
     on_spike: Literal["stop", "exclude"] | None = None
     """"stop": the run ends with LossSpiked soon after a step whose loss is far above those before, by the rule of `dlac spike`,
     or NaN. It commits no checkpoint of that step. "exclude": the next attempt leaves out the rows without which the step would be
