@@ -15,6 +15,7 @@ from dlac_pipeline.extensions.replay.step_rows import StepRows
 from dlac_pipeline.lakehouse.errors import ResumeMismatch, SpecInvalid
 from dlac_pipeline.lakehouse.ledger.typed_rows import Columns
 from dlac_pipeline.spec.job_spec import parse_spec
+from tests.conftest import Arena
 from tests.integration.audit_runs import Change, Workshop, changed, check_script_agrees, without
 
 REPLAY = {"script": "x.py", "new_leg": True, "on_skipped": "replay"}
@@ -154,6 +155,14 @@ def test_replays_need_steps_with_known_rows(changes: dict[str, Any], found: str)
     spec = {"run": "r", "source": source, "order": {"batch_size": 16}, "launch": REPLAY, **changes}
     with pytest.raises(SpecInvalid, match=f"without {found}"):
         parse_spec(spec, origin="the test")
+
+
+def test_trainers_have_no_replays(arena: Arena) -> None:
+    """A trainer that has the loop trains a number of steps that it knows when it starts."""
+    arena.table(appends=(100,))
+    spec = arena.spec("r", world_size=1, on_skipped="replay")
+    with arena.training_run(spec) as run, pytest.raises(SpecInvalid, match="whose number of steps is fixed"):
+        run.loader()
 
 
 FORGERIES: list[tuple[Change, str]] = [
