@@ -70,7 +70,7 @@ class AuditReport:
     rows_partial: int
     """Rows of which only the first items were read."""
     rows_not_applied: int
-    """Consumed by optimizer steps that the engine skipped."""
+    """Consumed by optimizer steps that the engine skipped, without a replay that was applied."""
     adopted_from: str | None
     """Origin of the first checkpoint, if others wrote it. Its consumption is unknown."""
     forked_from: str | None

@@ -18,7 +18,6 @@ from pyiceberg.table import Table
 from dlac_pipeline.lakehouse.iceberg import own_rows
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, among, at_most, equals
 from dlac_pipeline.lakehouse.iceberg.own_rows import sql_literals
-from dlac_pipeline.lakehouse.iceberg.row_groups import FilesToRead, row_groups_of
 
 QUESTIONS = (
     *("bare_path", "checkpoints", "branch_checkpoints", "lineage", "ancestors"),
@@ -29,10 +28,11 @@ QUESTIONS = (
 
 _AUDIT = (
     *("or_nothing", "audited", "finishes", "advances", "cuts", "legs", "leg_sources", "leg_cuts", "live_plans"),
-    *("complete_sources", "dead_positions", "block_tiles", "intervals", "duplicates", "gaps", "passed_over"),
+    *("replays", "unapplied_steps", "complete_sources", "dead_positions", "block_tiles", "intervals", "duplicates"),
+    *("gaps", "passed_over"),
     *("rows_at", "readers", "rows_seen", "affected", "consumed_at", "consumed_rows", "consumed_units", "coverage"),
     *("passes", "uneven_shares", "shortfalls", "repeats", "quarantined_units", "sources", "totals"),
-    *("cut_problems", "advance_problems", "leg_problems", "lineage_problems", "problems"),
+    *("cut_problems", "advance_problems", "leg_problems", "replay_problems", "lineage_problems", "problems"),
     *("checkpoint_costs", "exports", "verifications", "rewinds", "branches", "attempt_times", "goodput"),
 )
 VIEWS = (*QUESTIONS, *_AUDIT)
@@ -186,6 +186,9 @@ def excluded_places(
 
     Rows that the snapshot has deleted are among them. They are dead in these plans.
     """
+    # It imports the grammar of filters, which most audits and `dlac status` do not need.
+    from dlac_pipeline.lakehouse.iceberg.row_groups import FilesToRead, row_groups_of
+
     query = "SELECT DISTINCT file_path FROM units WHERE list_contains($1, plan_id)"
     paths = {path for (path,) in connection.execute(query, [plans["plan_ids"]]).fetchall()}
     schema, parts = table.schemas()[plans["schema_id"]], [NO_PLACES]

@@ -1,5 +1,7 @@
 """The store through which the nodes of a run meet: PyTorch's TCPStore at a host:port, served by the node with that address.
 
+With several addresses the nodes meet at the first that answers. The next one is served once those before it are silent.
+
 A network that has gone silent may block a call without an end, so none is made on the caller's thread.
 """
 
@@ -26,12 +28,14 @@ _CONNECT_S = 2.0
 
 
 class Endpoint:
-    """The host:port of a rendezvous. The node with that address serves it, once, while this object exists."""
+    """The addresses of a rendezvous, and the one in use. The node with that address serves it, until it moves to another one."""
 
-    def __init__(self, address: str, *, timeout_s: float) -> None:
-        """`timeout_s`: how long a call to the store may take."""
-        self._address = address
-        self._host, self._port = _split(address)
+    def __init__(self, addresses: str, *, timeout_s: float) -> None:
+        """`addresses` have commas between them. `timeout_s`: how long a call to the store may take."""
+        self._addresses = addresses
+        self._places = [_split(each) for each in addresses.split(",")]
+        self._place = 0
+        """Index of the address in use, which is tried first."""
         self._timeout = timedelta(seconds=timeout_s)
         self._served: TCPStore | None = None
 
@@ -42,19 +46,36 @@ class Endpoint:
 
     def connect(self) -> TCPStore:
         """Return a connection to the store, or the store served here. Raise `OSError` or `RuntimeError` if none answers."""
-        own = own_address(self._host)
         if self._served is None:
-            if _answers(own or self._host, self._port):
-                return self.open_client(timeout_s=self._timeout.total_seconds())
+            for place in (self._place, *self._others()):
+                if self._is_served(place):
+                    self._place = place
+                    return self.open_client(timeout_s=self._timeout.total_seconds())
+            own = [place for place, (host, _) in enumerate(self._places) if own_address(host)]
             if not own:
-                raise OSError(f"no rendezvous answers at {self._address!r}")
-            self._served = serve_store(own, self._port, timeout=self._timeout)
+                raise OSError(f"no rendezvous answers at {self._addresses!r}")
+            self._place = own[0]
+            self._served = serve_store(own_address(self._host), self._port, timeout=self._timeout)
         return self._served
 
-    def open_client(self, *, timeout_s: float) -> TCPStore:
+    def find_better(self, trains: Callable[[TCPStore], bool]) -> int | None:
+        """Return the address at which a node that waits here should wait: an earlier one, or a later one where nodes train.
+
+        So nodes that wait at two addresses meet at the first. None: this address is the best that answers.
+        """
+        for place in filter(self._is_served, self._others()):
+            if place < self._place or trains(self.open_client(timeout_s=self._timeout.total_seconds(), place=place)):
+                return place
+        return None
+
+    def move(self, place: int) -> None:
+        """Use another address from now on. A store that is served here ends with its last connection of this node."""
+        self._place, self._served = place, None
+
+    def open_client(self, *, timeout_s: float, place: int | None = None) -> TCPStore:
         """Return a new connection to a served store, or raise `RuntimeError`. Its calls wait for a key this long at most."""
-        host, patience = own_address(self._host) or self._host, timedelta(seconds=timeout_s)
-        return TCPStore(host, self._port, is_master=False, wait_for_workers=False, timeout=patience)
+        (host, port), patience = self._places[self._place if place is None else place], timedelta(seconds=timeout_s)
+        return TCPStore(own_address(host) or host, port, is_master=False, wait_for_workers=False, timeout=patience)
 
     @property
     def hint(self) -> str:
@@ -75,6 +96,21 @@ class Endpoint:
         with socket.socket(family, kind) as probe:  # nothing is sent
             probe.connect(where)
             return str(probe.getsockname()[0])
+
+    @property
+    def _host(self) -> str:
+        return self._places[self._place][0]
+
+    @property
+    def _port(self) -> int:
+        return self._places[self._place][1]
+
+    def _others(self) -> list[int]:
+        return [place for place in range(len(self._places)) if place != self._place]
+
+    def _is_served(self, place: int) -> bool:
+        host, port = self._places[place]
+        return _answers(own_address(host) or host, port)
 
     @staticmethod
     def in_time(call: Callable[[], Result], within_s: float, *, over: Callable[[], bool]) -> Result | None:

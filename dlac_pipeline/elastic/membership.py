@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -35,6 +35,8 @@ _WANTED_BY = 16
 _FAREWELL_S = 5.0
 _REFUSAL_S = 2.0
 """Seconds that a node stays that serves the store and would train another job: all further nodes read the refusal."""
+_RENEWED_WITHIN_S = 1.0
+"""Seconds in which a leader renews its lease some times, at another address of the rendezvous."""
 _AGENTS_WAIT_S = 60.0
 """Seconds that the agents of one round wait for each other. All of them exist when it is formed."""
 
@@ -70,6 +72,8 @@ class Membership:
         self._serve_memory = serve_memory
         self._ended_before: str | None = None
         self._ids_before: Collection[str] = ()
+        self._looks_at = 0.0
+        """Time at which a node that waits looks for a better address of the rendezvous."""
         if launch.max_nodes > 1:
             self._secret = shared_secret(launch)
             self._prefix = f"dlac/{name}"
@@ -115,7 +119,7 @@ class Membership:
         endpoint, node_timeout_s = self._endpoint, self._launch.node_timeout_s
         deadline = time.monotonic() + self._launch.gather_timeout_s
         looked_at, share = time.monotonic(), random.uniform(0.5, 1.0)  # the nodes do not all look at once
-        problem, sought = "", False
+        problem, sought, self._looks_at = "", False, time.monotonic() + node_timeout_s
         while not stop.is_set():
             try:
                 beat = self._connected(stop)
@@ -133,7 +137,7 @@ class Membership:
                     return found
                 if beat.others_train:
                     deadline = time.monotonic() + self._launch.gather_timeout_s
-                if beat.round.cut_off:
+                if beat.round.cut_off or self._moves(beat, stop):
                     self.forget()
                     sought, problem = False, "the rendezvous does not answer"
             now = time.monotonic()
@@ -193,6 +197,30 @@ class Membership:
                 ids_before=self._ids_before,
             )
         return self._heartbeat
+
+    def _moves(self, beat: NodeHeartbeat, stop: threading.Event) -> bool:
+        """Return True if this node has waited for long where no node trains, and moves to a better address."""
+        endpoint, now, patience_s = self._endpoint, time.monotonic(), self._launch.node_timeout_s
+        is_due = now >= self._looks_at
+        if is_due or beat.others_train:
+            self._looks_at = now + patience_s
+        if endpoint is None or "," not in self._launch.rendezvous or beat.others_train or not is_due:
+            return False
+        found = None
+        with suppress(OSError, RuntimeError, TimeoutError):
+            find = partial(endpoint.find_better, self._is_trained)
+            found = endpoint.in_time(find, 2.0 * patience_s, over=stop.is_set)
+        if found is not None:
+            endpoint.move(found)
+        return found is not None
+
+    def _is_trained(self, store: Store) -> bool:
+        """Return True if a leader of this run renews its lease at another store, and trains."""
+        sealed = SealedStore(store, self._secret, self._prefix)
+        before = sealed.read("lease").message
+        time.sleep(_RENEWED_WITHIN_S)
+        after = sealed.read("lease").message
+        return after is not None and after != before and bool(after["training"])
 
     def _look(self, beat: NodeHeartbeat) -> Round | None:
         """Return the round that this node is a member of by now. Raise `EndedElsewhere` or `SpecInvalid` if none follows."""

@@ -4,7 +4,6 @@ import re
 import sqlite3
 from urllib.parse import urlsplit
 
-import requests
 from pyiceberg.exceptions import RESTError
 from sqlalchemy import make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError
@@ -72,11 +71,20 @@ def check_address(config: LakehouseConfig, *, answered: bool = False) -> None:
         ) from err
 
 
+def http_error() -> type[Exception]:
+    """Return the error of HTTP clients. Its import takes long, and most commands see no such error."""
+    from requests import RequestException
+
+    return RequestException
+
+
 def is_misconfigured(err: Exception, *, answered: bool = False) -> bool:
     """Return whether a new catalog fails for its address or credentials. `answered`: it has answered there before."""
-    if isinstance(err, ArgumentError | requests.exceptions.InvalidURL | requests.exceptions.InvalidSchema):
+    from requests.exceptions import InvalidSchema, InvalidURL
+
+    if isinstance(err, ArgumentError | InvalidURL | InvalidSchema):
         return True
-    if isinstance(err, requests.RequestException | RESTError | DBAPIError):
+    if isinstance(err, http_error() | RESTError | DBAPIError):
         message = str(err)
         refused = _REFUSED.search(message) or (not answered and _REFUSED_AT_FIRST.search(message))
         no_database = any(name in message for name in _NO_DATABASE) and "does not exist" in message

@@ -121,8 +121,12 @@ class LegOrder:
         return (step - self.settings.start_step) * self.settings.samples_per_group
 
     def consumed(self, step: int) -> Ints:
-        """Return the rows of the leg that each key group has consumed after `step`, int64 [sources, G]. Counted sources only."""
-        slots, groups = self.samples(step), range(self.settings.key_groups)
+        """Return the rows of the leg that each key group has consumed after `step`, int64 [sources, G]. Counted sources only.
+
+        A step after the last one consumes none.
+        """
+        last = self.total_steps
+        slots, groups = self.samples(step if last is None else min(step, last)), range(self.settings.key_groups)
         return np.stack([self._consumed_of(group, slots) for group in groups], axis=1)
 
     def valid_rows(self, step: int) -> int:

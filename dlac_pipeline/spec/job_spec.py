@@ -427,6 +427,23 @@ class JobSpec(spec_problems.Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _replays(self) -> JobSpec:
+        """Check that steps can be replayed: their rows follow from the step, and the passes end."""
+        conditions = {
+            "sequences.length": self.sequences.length,
+            "a transform": any(source.transform for source in self.sources),
+            "launch.replicas": self.launch.replicas,
+            'launch.on_spike = "exclude"': self.launch.on_spike == "exclude",
+            "sources without end (passes = 0)": not any(map(self.passes_of, self.sources)),
+        }
+        found = [name for name, holds in conditions.items() if holds]
+        if self.launch.on_skipped == "replay" and found:
+            raise ValueError(
+                f'expected launch.on_skipped = "replay" without {found[0]}, found both: set launch.on_skipped = "count"'
+            )
+        return self
+
     @property
     def own_tables(self) -> tuple[str, ...]:
         """The source tables in the lakehouse's own catalog."""

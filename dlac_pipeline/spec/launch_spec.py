@@ -32,6 +32,13 @@ def check_port(address: str) -> str:
     return address
 
 
+def check_rendezvous(addresses: str) -> str:
+    """Return addresses with commas between them. Raise `ValueError` as `check_port` for one of them."""
+    for each in addresses.split(",") if addresses else ():
+        check_port(each or ",")
+    return addresses
+
+
 class LaunchSpec(Section):
     """Start and supervision of the ranks."""
 
@@ -55,9 +62,9 @@ class LaunchSpec(Section):
     is the largest that divides the batch size. Empty: this node, with `world_size` ranks."""
     nproc_per_node: int = Field(default=0, ge=0, le=4096)
     """With `nodes`: ranks of this node. 0: one per accelerator, or one rank without accelerators."""
-    rendezvous: Annotated[str, AfterValidator(check_port)] = Field(default="", pattern=r"^(\S+:[0-9]+)?$")
-    """With several nodes: host:port at which they meet. The node with that address serves it. The nodes of a scheduler's job find
-    it automatically."""
+    rendezvous: Annotated[str, AfterValidator(check_rendezvous)] = Field(default="", pattern=r"^(\S+:[0-9]+)?$")
+    """With several nodes: host:port at which they meet, or several, as in "node1:29400,node2:29400": they meet at the first that
+    answers. The node with that address serves it. The nodes of a scheduler's job find it automatically."""
     rendezvous_key_file: str = ""
     """With several nodes: a file with the secret that they share, at least 16 characters. Empty: the environment variable
     DLAC_RENDEZVOUS_KEY. A node without the secret can neither join, read nor stop the run."""
@@ -105,6 +112,9 @@ class LaunchSpec(Section):
     """"stop": the run ends with LossNotFinite soon after a step whose loss is NaN or infinite. It commits no checkpoint of such a
     step or such weights. "warn": it continues with a warning. Steps that were not applied, such as after an fp16 overflow, do
     not count."""
+    on_skipped: Literal["count", "replay"] = "count"
+    """"count": the audit counts rows of steps that were not applied. "replay": steps after the last pass train their batches
+    again."""
     on_spike: Literal["stop", "exclude"] | None = None
     """"stop": the run ends with LossSpiked soon after a step whose loss is far above those before, by the rule of `dlac spike`,
     or NaN. It commits no checkpoint of that step. "exclude": the next attempt leaves out the rows without which the step would be
@@ -160,6 +170,11 @@ class LaunchSpec(Section):
             raise ValueError(
                 f"expected launch.rendezvous = host:port, at which {self.nodes} nodes meet, found none: name one of them, with "
                 "a free port"
+            )
+        if "," in self.rendezvous and 2 * self.min_nodes <= self.max_nodes:
+            raise ValueError(
+                f"expected launch.nodes with a least number above half of {self.max_nodes}, found {self.nodes!r}: nodes at two "
+                "addresses of launch.rendezvous could train at once; raise it, or name one address"
             )
         return self
 

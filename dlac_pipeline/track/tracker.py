@@ -13,6 +13,7 @@ from blake3 import blake3
 
 from dlac_pipeline.lakehouse.errors import CursorMismatch
 from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow, repeatable
+from dlac_pipeline.plan.replays import Replays
 from dlac_pipeline.plan.slots import ALL_SLOTS, DataCoordinate
 from dlac_pipeline.plan.units import Ints
 from dlac_pipeline.read.batch import Batch
@@ -48,6 +49,8 @@ class ReaderStateTracker:
     """Global loss of each step since the last checkpoint, filled as they become known."""
     skipped: list[int] = field(default_factory=list)
     """Steps since then that the engine did not apply."""
+    replays: Replays | None = None
+    """The replays of the leg. None: skipped steps are not replayed."""
     memberships: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     """Of several process groups: (first step, numbers of those present) of each change since then."""
     earlier: list[AdvanceRow] = field(default_factory=list)
@@ -68,6 +71,8 @@ class ReaderStateTracker:
         self.cursors = batch.cursors
         if not applied:
             self.skipped.append(batch.step)
+            if self.replays is not None:
+                self.replays.skipped.append(batch.step)
         for source, group, advance in batch.moved:
             self._add(self._moved.setdefault((source, group), []), batch.step, applied, advance)
 

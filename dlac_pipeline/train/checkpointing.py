@@ -127,7 +127,7 @@ class Checkpointing:
         wait = ends or self._spec.checkpoint.mode == "synchronous"
         engine, step, started = self._restored_engine(), self._attempt.step, time.monotonic()
         self._heartbeat.doing(Phase.CHECKPOINT, step)
-        note = {**self._policy.note(reason), "total_steps": self._attempt.order.total_steps}
+        note = {**self._policy.note(reason), "total_steps": self._attempt.total_steps}
         weights = self._finiteness.weights_of(engine, step)
         self.settle()
         if wait:

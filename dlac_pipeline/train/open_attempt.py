@@ -1,8 +1,7 @@
 """An open attempt of one rank, from a resume point to its end: the reader of its leg, the tracker, and the checkpoint manager."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -17,24 +16,11 @@ from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.order import LegOrder, ReaderState
 from dlac_pipeline.plan.plan import Plans
-from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.read.opening.open_leg import OpenLeg, open_leg
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.track.tracker import ReaderStateTracker
+from dlac_pipeline.train.replaying_reader import Reader, ReplayingReader
 from dlac_pipeline.train.restored_state import RestoredMemory, read_memory
-
-
-class Reader(Protocol):
-    """Reader of an attempt."""
-
-    groups: range
-    """Key groups whose cursors this rank reports."""
-
-    def __iter__(self) -> Iterator[Batch]:
-        """Yield the remaining batches."""
-
-    def close(self) -> None:
-        """End the background threads."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +42,12 @@ class OpenAttempt:
     def step(self) -> int:
         """The last finished optimizer step."""
         return self.tracker.step
+
+    @property
+    def total_steps(self) -> int | None:
+        """The last step of the leg, replays included. None: only reading can show it."""
+        replays = self.tracker.replays
+        return self.order.total_steps if replays is None else replays.total_steps
 
     @property
     def rehearses(self) -> bool:
@@ -81,7 +73,7 @@ class OpenAttempt:
         """
         finished, is_first = not stopped and self.ends_run, communicator.rank == 0
         # only reading shows the end of a streamed leg, which may come before `order.steps`
-        total = self.order.total_steps if self.order.counted else None
+        total = self.total_steps if self.order.counted else None
         if not stopped and total is not None and self.step < total:
             raise CursorMismatch(f"expected the leg to end at step {total}, found its end at step {self.step}")
         if finished and is_first:
@@ -111,19 +103,12 @@ def open_attempt(
     if not point.leg_is_new:
         check_restored(opened.order, point.step, state)
     reader = make_reader(opened) if make_reader is not None else _open_reader(opened, point.step, state, communicator)
-    trained = AttemptLeg(
-        attempt=attempt,
-        leg=opened.leg,
-        is_new=point.leg_is_new,
-        order=opened.order_apart(),
-        parent=point.checkpoint_id,
-        parent_folder=None if point.checkpoint_id is None else folder_name_of(point.manifest_uri),
-        parent_damage=point.head_damage if isinstance(point, FromMemory) else "",
-        writer=writer,
-    )
+    tracker = _begin_tracker(point, reader, state, memory, communicator)
+    if spec.launch.on_skipped == "replay":
+        reader = ReplayingReader(reader, opened, tracker, communicator.tree, skipped_before=point.skipped)
     manager = CheckpointManager(
         spec,
-        trained,
+        _trained_leg(point, opened, attempt, writer),
         plans.lakehouse,
         tree=communicator.tree,
         background_tree=communicator.background_tree,
@@ -135,7 +120,7 @@ def open_attempt(
         leg=opened.leg,
         order=opened.order,
         reader=reader,
-        tracker=_begin_tracker(point, reader, state, memory, communicator),
+        tracker=tracker,
         manager=manager,
         plans=plans,
         memory=memory,
@@ -144,7 +129,22 @@ def open_attempt(
 
 def _open_reader(opened: OpenLeg, step: int, state: ReaderState, communicator: Communicator) -> Reader:
     exchange = communicator.exchange(counted=opened.order.counted)
+    last = opened.order.total_steps
+    step = step if last is None else min(step, last)  # replays come after the last one
     return opened.reader(coordinate=communicator.coordinate, step=step, state=state, exchange=exchange)
+
+
+def _trained_leg(point: ResumePoint, opened: OpenLeg, attempt: Attempt, writer: str) -> AttemptLeg:
+    return AttemptLeg(
+        attempt=attempt,
+        leg=opened.leg,
+        is_new=point.leg_is_new,
+        order=opened.order_apart(),
+        parent=point.checkpoint_id,
+        parent_folder=None if point.checkpoint_id is None else folder_name_of(point.manifest_uri),
+        parent_damage=point.head_damage if isinstance(point, FromMemory) else "",
+        writer=writer,
+    )
 
 
 def _begin_tracker(

@@ -155,8 +155,11 @@ class TrainingRun:
 
     @property
     def total_steps(self) -> int | None:
-        """The last step of the run, or of its current leg if it follows appends. None if only reading can show it."""
-        return self._attempt.order.total_steps
+        """The last step of the run, or of its current leg if it follows appends. None if only reading can show it.
+
+        With `launch.on_skipped = "replay"` each skipped step adds one.
+        """
+        return self._attempt.total_steps
 
     @property
     def position(self) -> dict[str, Any]:

@@ -3,9 +3,12 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from dlac_pipeline.audit.audit import audit_run
+from dlac_pipeline.lakehouse.errors import NoProgress
 
 if TYPE_CHECKING:
     from tests.conftest import Arena
@@ -46,3 +49,25 @@ def test_run_resumes_with_other_world_size(campaign: Arena, engine: str, world_s
     reference = campaign.journal("reference")
     assert campaign.journal(run) == {step: reference[step] for step in range(1, 41)}
     assert campaign.losses(run) == pytest.approx(campaign.losses(whole), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_replays_continue_with_other_ranks(arena: Arena) -> None:
+    """After a death in a replay, other ranks resume from memory. Each skipped step is replayed once, with its rows in order."""
+    arena.table(appends=(640,))
+    settings: dict[str, Any] = {
+        "passes": 1,
+        "skips": "3,9,20,22",
+        "on_skipped": "replay",
+        "memory": "/dev/shm",
+        "memory_every_steps": 1,
+    }
+    dying: dict[str, Any] = {"dies_at": 23, "deaths_at_same_rows": 0, "attempts_without_progress": 1}
+    first = arena.launch(arena.spec("r", **settings, **dying))
+    assert first.wait() == NoProgress.exit_code, first.stderr
+    last = arena.launch(arena.spec("r", world_size=4, **settings))
+    assert last.wait() == 0, last.stderr
+    assert [event["step"] for event in last.of("attempt")] == [22]
+    journal, report = arena.journal("r"), audit_run(arena.lakehouse, "r")
+    assert [journal[step] for step in range(21, 25)] == [journal[step] for step in (3, 9, 20, 9)]
+    assert (max(journal), report.exact, report.rows_consumed, report.rows_not_applied) == (24, True, 640, 0)

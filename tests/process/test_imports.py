@@ -16,6 +16,10 @@ import pytest
             {"pyiceberg", "pyarrow", "duckdb", "numpy", "torch", "matplotlib"},
             marks=pytest.mark.slow,
         ),
+        (
+            "dlac_pipeline.extensions.look.run_state, dlac_pipeline.extensions.look.goodput",
+            {"torch", "dagster", "sqlglot", "requests", "matplotlib", "pandas"},
+        ),
         ("dlac_pipeline.cli.main", {"pyiceberg", "pyarrow", "duckdb", "numpy", "sqlalchemy", "torch", "dagster"}),
         pytest.param(
             "dlac_pipeline.extensions.dataset",
@@ -23,7 +27,7 @@ import pytest
             marks=pytest.mark.slow,
         ),
     ],
-    ids=["a supervisor", "a supervisor before its request", "a Dagster run", "a command", "a dataset"],
+    ids=["a supervisor", "a supervisor before its request", "a Dagster run", "a status", "a command", "a dataset"],
 )
 def test_quick_starts_import_little(module: str, unwanted: set[str]) -> None:
     """Slow imports are left out. A supervisor starts the slow imports of its ranks before it imports the catalog. Each Dagster

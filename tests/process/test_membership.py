@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -380,6 +380,61 @@ def test_cut_off_node_learns_of_the_end() -> None:
             ends.set()
         serving.result()
     assert ended.value.message["ending"] == "stopped"
+
+
+@contextmanager
+def serving(port: int) -> Iterator[None]:
+    """Serve a rendezvous at a port of this node."""
+    ready, ends = threading.Event(), threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        served = pool.submit(serve_rendezvous, f"127.0.0.1:{port}", ends, ready.set)
+        try:
+            assert ready.wait(300)
+            yield
+        finally:
+            ends.set()
+        served.result()
+
+
+def test_nodes_move_to_next_rendezvous() -> None:
+    """If the first rendezvous is lost, its nodes meet at the second. A node that finds the first again joins them there."""
+    ports = (own_port(), own_port())
+    spec = job(1, nodes="2:3", rendezvous=",".join(f"127.0.0.1:{port}" for port in ports), node_timeout_s=3)
+    with ExitStack() as stack, ThreadPoolExecutor(3) as pool:
+        first, second, third = (stack.enter_context(closing(Membership.of_job(spec, ledger="l"))) for _ in range(3))
+        stack.enter_context(serving(ports[1]))
+        with serving(ports[0]):
+            before = [each.result() for each in [pool.submit(next_round, node) for node in (first, second)]]
+        after = [each.result() for each in [pool.submit(next_round, node) for node in (first, second)]]
+        assert [sorted(each.share.first_rank for each in found) for found in (before, after)] == [[0, 1], [0, 1]]
+        with serving(ports[0]):
+            stop = threading.Event()
+            joins = pool.submit(third.next_round, 0, stop, lambda: None)
+            wait_until(lambda: third._heartbeat is not None and third._heartbeat.others_train, what="the others")
+            stop.set()
+            joins.result()
+
+
+def test_nodes_meet_at_first_rendezvous() -> None:
+    """A node that waits at the second address moves to the first when that is served."""
+    ports = (own_port(), own_port())
+    spec = job(1, nodes="2", rendezvous=",".join(f"127.0.0.1:{port}" for port in ports), node_timeout_s=3)
+    with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
+        early, late = (stack.enter_context(closing(Membership.of_job(spec, ledger="l"))) for _ in range(2))
+        stack.enter_context(serving(ports[1]))
+        joins = pool.submit(next_round, early)
+        wait_until(lambda: early._heartbeat is not None and early._heartbeat.leads, what="the lease")
+        stack.enter_context(serving(ports[0]))
+        assert {joins.result().leads for joins in (pool.submit(next_round, late), joins)} == {True, False}
+
+
+@pytest.mark.parametrize(
+    ("addresses", "found"), [("a:1,b:2", "above half of 2"), ("a:1,,b:2", "host:port"), ("a,b:2", "host:port")]
+)
+def test_unusable_addresses_are_refused(addresses: str, found: str) -> None:
+    """Each of several addresses has a port, and the nodes that train are more than half, or others could train at once."""
+    with pytest.raises(ValueError, match=found):
+        launch("1:2").model_validate({"script": "x", "nodes": "1:2", "rendezvous": addresses})
 
 
 def test_missing_nodes_are_reported() -> None:

@@ -2,7 +2,7 @@
 
 Params make it fail: `dies_at` a step, `deadly_row` causes SIGSEGV in its batch, `deadlock_at` a step,
 `holds_loading` and `holds_training` are attempts that load, or train their first step, without end. `slow_rank` is slow
-by `slow_s` seconds in each forward pass, `nan_from` a step makes losses NaN.
+by `slow_s` seconds in each forward pass, `nan_from` a step makes losses NaN. `skips` are steps that are not applied.
 $NOISE_SEED adds noise to the loss that no saved generator knows, and with $OWN_GROUP the script makes the process group.
 
 The journal has the row ids in the tensors of each finished step, as evidence that is independent of DLAC.
@@ -85,9 +85,11 @@ def train(run: dlac.TrainingRun) -> None:
                 assert parameter.grad is not None
                 parameter.grad /= run.world_size
         time.sleep(float(params.get("pause_s", "0")))
-        optimizer.step()
+        applied = str(batch.step) not in params.get("skips", "").split(",")
+        if applied:
+            optimizer.step()
         write_entry(run, batch, loss)
-        run.step_done(loss)
+        run.step_done(loss, applied=applied)
 
 
 def main() -> None:

@@ -33,6 +33,7 @@ from dlac_pipeline.lakehouse.ledger.typed_rows import (
     PlannedSnapshot,
     QuarantinedCheckpointRow,
     QuarantinedRowsRow,
+    ReplayRow,
     RetireRow,
     RewindRow,
     VerifyRow,
@@ -99,6 +100,7 @@ ROWS: list[LedgerRow] = [
     ),
     ForkRow(**COMMITTED, checkpoint_id="c1", parent_run="p", parent_checkpoint="c", parent_step=4),
     FinishRow(**COMMITTED, step=5),
+    ReplayRow(**COMMITTED, checkpoint_id="c1", key_group=1, position_end=4, first_step=5, last_step=5),
 ]
 
 

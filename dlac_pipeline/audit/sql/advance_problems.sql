@@ -87,7 +87,8 @@ skipped_at_most AS (
     FROM suspects WHERE NOT applied
 ),
 skipped AS (
-    SELECT c.run, c.checkpoint_id, c.skipped_steps, c.step,
+    SELECT c.run, c.checkpoint_id, c.step, c.skipped_steps - (SELECT count(DISTINCT r.step) FROM replays AS r
+            WHERE r.run = c.run AND r.checkpoint_id = c.checkpoint_id AND NOT r.applied) AS skipped_steps,
         coalesce((SELECT count(DISTINCT u.step) FROM skipped_at_least AS u
             WHERE u.run = c.run AND u.checkpoint_id = c.checkpoint_id), 0) AS at_least,
         coalesce((SELECT count(*) FROM skipped_at_most AS u

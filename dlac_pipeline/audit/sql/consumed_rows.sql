@@ -2,14 +2,17 @@
 -- joined before positions are expanded: a query for one file or one checkpoint expands only those of both.
 CREATE OR REPLACE VIEW consumed_positions AS
 WITH expanded AS (
-    SELECT a.run, a.checkpoint_id, a.source, a.cut_id, a.plan_id, a.pass, a.key_group, a.block, a.applied,
-        u.file_path, u.row_group, u.first_row, s.base, s.rows, s.first_row - s.base AS unit_base, s.a, s.c, s.block_rows,
+    SELECT a.run, a.checkpoint_id, a.source, a.cut_id, a.plan_id, a.pass, a.key_group, a.block,
+        coalesce(y.applied, a.applied) AS applied, u.file_path, u.row_group, u.first_row, s.base, s.rows, s.first_row - s.base AS unit_base, s.a, s.c, s.block_rows,
         coalesce(d.dead, []) AS dead, unnest(range(a.position_start, a.read_to)) AS position
     FROM advances AS a
     JOIN slices AS s USING (cut_id, key_group, block)
     JOIN units AS u ON u.plan_id = s.plan_id AND u.unit = s.unit
     -- The same unit in the plan under which it was read: exclusions add dead rows.
     LEFT JOIN units AS d ON d.plan_id = a.plan_id AND d.unit = s.unit
+    LEFT JOIN (
+        SELECT run, source, cut_id, key_group, block, position_start, true AS applied FROM replays WHERE applied
+    ) AS y USING (run, source, cut_id, key_group, block, position_start)
 ),
 placed AS (
     SELECT *, (a * position + c) % block_rows AS block_row FROM expanded

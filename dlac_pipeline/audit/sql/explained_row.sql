@@ -8,7 +8,7 @@ FROM ancestors({checkpoint}) ORDER BY run, seq;
 -- 3c. The advances of these checkpoints that cover the position.
 SELECT a.checkpoint_id, a.pass, a.key_group, a.block, a.position_start, r.position, a.position_end, a.applied
 FROM row_positions({file}, {row}) AS r JOIN consumption AS a USING (cut_id, plan_id, key_group, block)
-WHERE a.kind = 'advance' AND r.position >= a.position_start AND r.position < a.position_end
+WHERE a.kind IN ('advance', 'replay') AND r.position >= a.position_start AND r.position < a.position_end
     AND a.checkpoint_id IN (SELECT checkpoint_id FROM ancestors({checkpoint}));
 
 -- 3d. The same in one call: true if the checkpoint has consumed the row.

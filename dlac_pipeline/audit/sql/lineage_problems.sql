@@ -57,7 +57,8 @@ WHERE (c.step <= coalesce(p.step, 0) AND (c.run, c.checkpoint_id) NOT IN (FROM u
     OR c.applied_steps + c.skipped_steps IS DISTINCT FROM c.step - coalesce(p.step, 0)
 UNION ALL
 SELECT run, format('expected advances of checkpoint {}, found none', checkpoint_id)
-FROM chain ANTI JOIN advances USING (run, checkpoint_id) ANTI JOIN audited USING (checkpoint_id)
+FROM chain ANTI JOIN advances USING (run, checkpoint_id) ANTI JOIN replays USING (run, checkpoint_id)
+ANTI JOIN audited USING (checkpoint_id)
 WHERE (run, checkpoint_id) NOT IN (FROM unmoved)
 UNION ALL
 SELECT f.run, format('expected the run to finish at step {}, that of its head, found step {}',

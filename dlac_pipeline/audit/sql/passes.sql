@@ -19,6 +19,9 @@ split AS (
 partial AS (
     SELECT run, source, pass, cut_id, count_if(partial) AS rows_partial FROM split GROUP BY ALL
 ),
+replayed AS (
+    SELECT run, source, pass, cut_id, sum(rows_consumed)::BIGINT AS rows FROM replays WHERE applied GROUP BY ALL
+),
 sized AS (
     SELECT cut_id, any_value(plan_id) AS plan_id FROM slices GROUP BY cut_id
 ),
@@ -38,9 +41,10 @@ SELECT
     e.run, e.source, e.pass, e.cut_id, e.plan_id, e.leg, p.rows,
     c.rows_read - c.rows_duplicated + c.rows_filtered + c.rows_quarantined + c.rows_missing + c.rows_pending AS rows_live,
     c.rows_read - c.rows_duplicated AS rows_consumed, c.rows_duplicated, c.rows_missing, c.rows_pending,
-    c.rows_filtered, c.rows_quarantined, e.rows_not_applied, l.rows_partial
+    c.rows_filtered, c.rows_quarantined, e.rows_not_applied - coalesce(y.rows, 0) AS rows_not_applied, l.rows_partial
 FROM entered AS e
 JOIN counted AS c USING (run, source, pass, cut_id)
 JOIN partial AS l USING (run, source, pass, cut_id)
+LEFT JOIN replayed AS y USING (run, source, pass, cut_id)
 LEFT JOIN sized AS s USING (cut_id)
 LEFT JOIN plans AS p ON p.plan_id = s.plan_id;

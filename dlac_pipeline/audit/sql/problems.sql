@@ -6,4 +6,6 @@ SELECT run, problem FROM leg_problems
 UNION ALL
 SELECT run, problem FROM cut_problems
 UNION ALL
+SELECT run, problem FROM replay_problems
+UNION ALL
 SELECT run, problem FROM advance_problems;

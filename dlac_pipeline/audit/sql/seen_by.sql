@@ -37,7 +37,7 @@ dlac_readings AS (
         min(a.first_step) AS first_step, max(a.last_step) AS last_step,
         bool_or(a.token_end IS NULL OR r.position < a.position_end - 1) AS whole, bool_or(a.applied) AS applied
     FROM dlac_in_block AS r JOIN consumption AS a USING (cut_id, plan_id, key_group, block)
-    WHERE a.kind = 'advance'
+    WHERE a.kind IN ('advance', 'replay')
         AND r.position >= a.position_start AND r.position < a.position_end
         AND NOT coalesce(list_contains(a.filtered, r.position), false)
         AND NOT coalesce(list_contains(a.quarantined, r.position), false)

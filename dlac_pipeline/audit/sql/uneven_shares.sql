@@ -4,11 +4,17 @@
 -- such a row is_due, and no other one is.
 CREATE OR REPLACE VIEW uneven_shares AS
 WITH
+-- The steps of a checkpoint without its replays, which follow all others.
+reached AS (
+    SELECT c.* REPLACE (c.step - coalesce(r.steps, 0) AS step)
+    FROM lineage AS c
+    LEFT JOIN (SELECT run, checkpoint_id, count(DISTINCT step) AS steps FROM replays GROUP BY ALL) AS r USING (run, checkpoint_id)
+),
 expected AS (
     SELECT
         c.run, c.leg, c.checkpoint_id, coalesce(p.step, 0) AS from_step, c.step, g.key_group,
         CASE WHEN NOT s.streamed THEN s.per_step END AS per_step
-    FROM lineage AS c ANTI JOIN audited USING (checkpoint_id)
+    FROM reached AS c ANTI JOIN audited USING (checkpoint_id)
     JOIN legs AS s USING (run, leg)
     LEFT JOIN lineage AS p ON p.run = c.run AND p.checkpoint_id = c.parent
     CROSS JOIN LATERAL (SELECT unnest(range(s.key_groups)) AS key_group) AS g
@@ -52,7 +58,7 @@ left_over AS (
 ),
 last_moved AS (
     SELECT m.run, m.leg, m.key_group, max(c.step) AS step
-    FROM advances AS m JOIN lineage AS c USING (run, checkpoint_id)
+    FROM advances AS m JOIN reached AS c USING (run, checkpoint_id)
     GROUP BY ALL
 ),
 judged AS (

@@ -1,7 +1,7 @@
 """The ledger rows and the reader state of a checkpoint, from the votes of the ranks. All ranks, and the order, must agree."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from dlac_pipeline.lakehouse.errors import CursorMismatch
@@ -14,6 +14,7 @@ from dlac_pipeline.lakehouse.ledger.typed_rows import (
     LegRow,
     MembershipRow,
     QuarantinedRowsRow,
+    ReplayRow,
 )
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.order import LegOrder
@@ -110,12 +111,28 @@ class RowMaker:
             found = parse_columns([advance for vote in votes for advance in vote["advances"]])
             advances = [row for row in found if isinstance(row, AdvanceRow)]
             return sorted(advances, key=lambda each: (each.source, each.key_group))
+        end = taken.step if taken.replays is None else taken.replays.end
         return [
-            advance
+            row
             for first, last, applied in taken.step_ranges()
-            for group in range(self._order.settings.key_groups)
-            for advance in self._order.advances(group, first, last, applied=applied)
+            for rows in (
+                self._advances(first, min(last, end), applied=applied),
+                *(self._replay(taken, step, applied=applied) for step in range(max(first, end + 1), last + 1)),
+            )
+            for row in rows
         ]
+
+    def _advances(self, first: int, last: int, *, applied: bool) -> list[AdvanceRow]:
+        groups = range(self._order.settings.key_groups if first <= last else 0)
+        return [row for group in groups for row in self._order.advances(group, first, last, applied=applied)]
+
+    def _replay(self, taken: ReaderStateTracker, step: int, *, applied: bool) -> list[AdvanceRow]:
+        """Return the ranges of the step that this one replayed."""
+        assert taken.replays is not None, "the order has a step otherwise"
+        original = taken.replays.original(step)
+        found = self._advances(original, original, applied=applied)
+        own = {"first_step": step, "last_step": step}
+        return [ReplayRow(**{each.name: getattr(row, each.name) for each in fields(row)} | own) for row in found]
 
 
 def readers_of(votes: Sequence[Vote]) -> int:

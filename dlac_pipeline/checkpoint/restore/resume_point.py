@@ -28,6 +28,8 @@ class _AttemptFacts:
     """Attempts that moved the head so since the last commit of a checkpoint. A rewind is an attempt."""
     quarantined: list[str] = field(default_factory=list)
     """Damaged checkpoints that the start of this attempt has quarantined."""
+    skipped: list[int] = field(default_factory=list)
+    """Steps of the leg up to the checkpoint that the engine did not apply, if they are replayed."""
     claim_s: float = 0.0
     verify_s: float = 0.0
     spike_step: int = 0

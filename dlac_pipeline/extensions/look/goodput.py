@@ -7,7 +7,7 @@ from typing import Any
 import duckdb
 import pyarrow as pa
 
-from dlac_pipeline.audit.lakehouse_sql import names_in, rows_of, scripts_of, sql_script
+from dlac_pipeline.audit.lakehouse_sql import define_views, names_in, rows_of, scripts_of
 from dlac_pipeline.lakehouse.ledger.arrow_rows import CONSUMPTION_ARROW
 from dlac_pipeline.lakehouse.ledger.recoveries import Recovery, recoveries_to_arrow
 from dlac_pipeline.lakehouse.ledger.typed_rows import LedgerRow
@@ -39,6 +39,6 @@ def open_rows(rows: Sequence[LedgerRow], recoveries: Sequence[Recovery]) -> duck
     connection = duckdb.connect()
     connection.register("consumption", pa.Table.from_pylist(columns, schema=CONSUMPTION_ARROW))
     connection.register("recoveries", recoveries_to_arrow(recoveries))
-    for script in scripts_of(names_in("goodput")):
-        connection.execute(sql_script(script))
+    scripts = scripts_of(names_in("goodput"))
+    define_views(connection, scripts, scripts)  # as tables, because DuckDB binds the whole tree below a view
     return connection

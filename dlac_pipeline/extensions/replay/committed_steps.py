@@ -11,9 +11,9 @@ from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, claim_of, fence_of_rows, lineage_of, trained_by
 from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow, CheckpointRow, ClaimRow, ForkRow, MembershipRow
-from dlac_pipeline.plan.legs.committed_leg import leg_of
+from dlac_pipeline.plan.legs.committed_leg import leg_of, replays_of
 from dlac_pipeline.plan.legs.leg import Leg
-from dlac_pipeline.plan.order import ReaderState
+from dlac_pipeline.plan.order import LegOrder, ReaderState
 from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.supervise.claims import launch_folders_of, ranks_of_attempt, trained_attempts
 from dlac_pipeline.supervise.liveness.heartbeat import read_heartbeats
@@ -96,6 +96,19 @@ class CommittedSteps:
         each = size // (checkpoint.readers or size)
         firsts = [group * size + rank for group in groups for rank in range(0, size, each)]
         return [range(first, first + each) for first in firsts]
+
+    def original(self, found: CommittedStep, order: LegOrder) -> int:
+        """Return the step of the order whose rows a step has: another one if the step replayed it. Raises as `find`."""
+        known = found.checkpoint if found.checkpoint.checkpoint_id or found.parent is None else found.parent
+        replays = replays_of(found.leg, order, self._ledger, self.rows, known.checkpoint_id)
+        if replays is None:
+            return found.step
+        if found.step > replays.total_steps:
+            raise SpecInvalid(
+                f"expected a committed step of run {self._run!r}, 1 to {self.last}, found {found.step}, a replay of which no "
+                "checkpoint knows the step: name another step"
+            )
+        return replays.original(found.step)
 
     def losses(self) -> dict[int, float]:
         """Return the loss of each applied step of the surviving lineage."""

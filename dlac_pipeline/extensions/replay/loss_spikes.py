@@ -13,7 +13,7 @@ from statistics import median
 
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, lineage_of
-from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow, CheckpointRow, LedgerRow
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, LedgerRow
 
 WINDOW = 50
 """Applied steps with which the loss of the next one is compared."""
@@ -123,17 +123,5 @@ def recorded_losses(
         if len(losses) < least:
             read.append(row := checkpoints[name])
             losses.update(enumerate(row.losses, row.step - len(row.losses) + 1))
-    skipped = skipped_steps(ledger, read)
+    skipped = ledger.skipped_steps(read)
     return {step: losses[step] for step in sorted(losses) if step not in skipped}
-
-
-def skipped_steps(ledger: Ledger, checkpoints: Sequence[CheckpointRow]) -> set[int]:
-    """Return the steps before some checkpoints of a run that the engine did not apply."""
-    skipping = {row.checkpoint_id: row for row in checkpoints if row.skipped_steps}
-    if not skipping:
-        return set()
-    first = min(skipping.values(), key=lambda row: row.seq)
-    columns = ("seq", "kind", "checkpoint_id", "applied", "first_step", "last_step")
-    advances = ledger.rows(first.run, kinds=(AdvanceRow,), after=first.seq - 1, columns=columns)
-    mine = [row for row in advances if row.checkpoint_id in skipping and not row.applied]
-    return {step for row in mine for step in range(row.first_step, row.last_step + 1)}

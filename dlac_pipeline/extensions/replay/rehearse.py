@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from dlac_pipeline.checkpoint.manifest import config_digest
-from dlac_pipeline.extensions.replay.loss_spikes import skipped_steps
 from dlac_pipeline.extensions.replay.replay import bits_of
 from dlac_pipeline.extensions.replay.step_replay import Replay, ReplayStart, replay_steps
 from dlac_pipeline.lakehouse.errors import NothingToRehearse
@@ -185,7 +184,7 @@ def newest_with_successor(ledger: Ledger, run: str, count: int) -> ReplayStart:
 def _compared(lakehouse: Lakehouse, done: Replay) -> Iterator[RehearsedStep]:
     start = done.start
     recorded = dict(enumerate(start.successor.losses, start.step + 1))
-    skipped = skipped_steps(Ledger(lakehouse), [start.successor])
+    skipped = Ledger(lakehouse).skipped_steps([start.successor])
     for step in range(start.step + 1, start.last + 1):
         before, now = recorded.get(step), done.losses.get(step)
         skips = {"recorded_skipped": step in skipped, "replayed_skipped": step in done.skipped}

@@ -5,7 +5,7 @@ Production is only read: no claim, no ledger row, no file of the run, no lock th
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from dlac_pipeline.lakehouse.ledger.commits import new_nonce
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import out_of
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, LedgerRow
-from dlac_pipeline.plan.legs.committed_leg import leg_of
+from dlac_pipeline.plan.legs.committed_leg import leg_of, skipped_in
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.claims import spec_of_attempt
@@ -94,7 +94,10 @@ def replay_steps(
         started = time.monotonic()
         known, start, restored = restore_start(lakehouse, run, choose, spec, place)
         restored_at = time.monotonic()
-        found = replay(spec_in_sandbox(known, start.leg, start.successor, place), place, start.resume_point(restored))
+        head = None if start.checkpoint is None else start.checkpoint.checkpoint_id
+        skipped = skipped_in(start.leg, Ledger(lakehouse), start.rows, head)
+        point = replace(start.resume_point(restored), skipped=skipped)
+        found = replay(spec_in_sandbox(known, start.leg, start.successor, place), place, point)
         return Replay(
             spec=known,
             start=start,

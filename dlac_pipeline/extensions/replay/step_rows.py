@@ -133,12 +133,13 @@ class StepRows:
         return values_of(self._plans, leg, self.tables(leg), rows, column)
 
     def _samples(self, found: CommittedStep, slots: range) -> list[SampleRow]:
-        leg, step = found.leg, found.step
+        leg = found.leg
         if any(leg.streamed):
             return self._streamed_samples(found, slots)
         if leg.index not in self._orders:  # needs no table and no pin
             self._orders[leg.index] = leg.order({each: self._plans.read(each).units for each in leg.plan_ids})
         order = self._orders[leg.index]
+        step = self.steps.original(found, order)
         state = order.reader_state(step - 1) if step - 1 > leg.start_step else start_of(leg)
         streams = undecoded_streams(order)
         return list(sample_rows(order, step, slots, since=step - 1, state=state, open_stream=streams))

@@ -40,6 +40,11 @@ class RunLoader:
     def __init__(
         self, run: "TrainingRun", inputs: Callable[[Batch], Any] | None, *, micro_batches: int, device: Any
     ) -> None:
+        if run.spec.launch.on_skipped == "replay":
+            raise SpecInvalid(
+                'expected launch.on_skipped = "count" with a trainer that has the loop, whose number of steps is fixed, found '
+                '"replay": set it to "count", or train with run.batches()'
+            )
         samples = run.spec.order.batch_size // run.coordinate.count
         if micro_batches < 1 or samples % micro_batches:
             raise SpecInvalid(

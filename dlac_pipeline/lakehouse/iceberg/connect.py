@@ -8,7 +8,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
-import requests
 from pyiceberg import exceptions
 from pyiceberg.catalog import Catalog
 from pyiceberg.expressions import AlwaysTrue, BooleanExpression, EqualTo, GreaterThan, In, IsNull, LessThanOrEqual
@@ -52,7 +51,6 @@ _OF_KEYS = {"write.parquet.row-group-limit": "131072", "write.parquet.dict-size-
 LOOKS_AT_OLDER_S = (0.2, 0.4, 0.8, 0.0)
 """Pauses after looks that find an own table older than before."""
 _TABLES_ABSENT = re.compile(r"no such table|does not exist|UndefinedTable")
-_OPENING = (SQLAlchemyError, requests.RequestException, exceptions.RESTError, ValueError)
 _REFUSALS = (exceptions.BadRequestError, exceptions.UnauthorizedError, exceptions.ForbiddenError, exceptions.OAuthError)
 
 
@@ -459,7 +457,8 @@ def opening(uri: str, *, answered: bool = False) -> Iterator[None]:
     try:
         yield
     except Exception as err:
-        known = is_misconfigured(err, answered=answered) if isinstance(err, _OPENING) else is_refused_client(err)
+        opening = isinstance(err, SQLAlchemyError | outages.http_error() | exceptions.RESTError | ValueError)
+        known = is_misconfigured(err, answered=answered) if opening else is_refused_client(err)
         if not isinstance(err, _REFUSALS) and not known:
             raise
         raise errors.CatalogMisconfigured(
@@ -482,7 +481,7 @@ def reachable(uri: str) -> Iterator[None]:
             f"expected the catalog at {shown!r} to take a request, found {_describe_error(err, uri)}; "
             "check the address, the credentials and what they allow"
         ) from err
-    except (SQLAlchemyError, requests.RequestException, exceptions.RESTError) as err:
+    except (SQLAlchemyError, outages.http_error(), exceptions.RESTError) as err:
         if outages.is_unknown_host(err):
             raise errors.CatalogHostUnknown(
                 f"expected the host of the catalog at {shown!r} to have an address, found {_describe_error(err, uri)}; "

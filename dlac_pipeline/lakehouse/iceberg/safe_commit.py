@@ -26,7 +26,6 @@ from pyiceberg.table import update as table_updates
 from pyiceberg.table.metadata import TableMetadata
 from pyiceberg.table.update import TableRequirement, TableUpdate
 from pyiceberg.typedef import Identifier
-from requests import Session
 from sqlalchemy import Connection, Dialect, create_engine, event, text
 from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.pool import ConnectionPoolEntry, NullPool
@@ -126,9 +125,9 @@ class GuardedSqlCatalog(MetastoreGuard, SqlCatalog):
 class _TimelyRequests(CommitGuard):
     """The guard of an Iceberg REST catalog. A request that is not answered in time fails."""
 
-    def _create_session(self) -> Session:
-        session: Session = super()._create_session()  # type: ignore[misc]  # of pyiceberg's RestCatalog
-        session.request = partial(session.request, timeout=REST_TIMEOUT_S)  # type: ignore[method-assign]
+    def _create_session(self) -> Any:
+        session = super()._create_session()  # type: ignore[misc]  # of pyiceberg's RestCatalog
+        session.request = partial(session.request, timeout=REST_TIMEOUT_S)
         return session
 
 

@@ -24,7 +24,7 @@ from dlac_pipeline.lakehouse.ledger import run_rows, typed_rows
 from dlac_pipeline.lakehouse.ledger.arrow_rows import CONSUMPTION_ARROW, parse_rows
 from dlac_pipeline.lakehouse.ledger.journal import record_appends, seqs_by_run
 from dlac_pipeline.lakehouse.ledger.schemas import FORMAT_VERSION
-from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow, CheckpointRow, ExportRow, LedgerRow
+from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow, CheckpointRow, ExportRow, LedgerRow, ReplayRow
 from dlac_pipeline.lakehouse.maintenance.expiry import UPKEEP_OF_SNAPSHOT, committing
 from dlac_pipeline.lakehouse.retrying import as_commit_conflict, retrying
 
@@ -144,6 +144,17 @@ class Ledger:
         for name, source, rows in zip(*(found[each].to_pylist() for each in columns), strict=True):
             totals[name][source] += rows
         return totals
+
+    def skipped_steps(self, checkpoints: Sequence[CheckpointRow]) -> set[int]:
+        """Return the steps before some checkpoints of a run that the engine did not apply."""
+        skipping = {row.checkpoint_id: row for row in checkpoints if row.skipped_steps}
+        if not skipping:
+            return set()
+        first = min(skipping.values(), key=lambda row: row.seq)
+        columns = ("seq", "kind", "checkpoint_id", "applied", "first_step", "last_step")
+        advances = self.rows(first.run, kinds=(AdvanceRow, ReplayRow), after=first.seq - 1, columns=columns)
+        mine = [row for row in advances if row.checkpoint_id in skipping and not row.applied]
+        return {step for row in mine for step in range(row.first_step, row.last_step + 1)}
 
     def export(self, digest: str) -> ExportRow | None:
         """The row of the exported file with this digest, in any run."""

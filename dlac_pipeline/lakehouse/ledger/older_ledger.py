@@ -88,11 +88,14 @@ def commit_mark(*, ledger_uuid: str, run: str, checkpoint_id: str, step: int) ->
     return json.dumps({**origin, "checkpoint_id": checkpoint_id, "step": step}).encode()
 
 
-def check_ledger(lakehouse: Lakehouse, run: str) -> None:
-    """Raise `LedgerOlderThanStore` if the journal, or a store of the run that can be read, is newer than the ledger."""
+def check_ledger(lakehouse: Lakehouse, run: str, *, rows: Sequence[LedgerRow] | None = None) -> None:
+    """Raise `LedgerOlderThanStore` if the journal, or a store of the run that can be read, is newer than the ledger.
+
+    `rows` are those of the run, if they have been read.
+    """
     check_journal(lakehouse, run)
     ledger = Ledger(lakehouse)
-    rows = _rows_of(ledger, run)
+    rows = _rows_of(ledger, run) if rows is None else rows
     for folder in folders_of(rows):
         try:
             newer = newer_in_store(ledger, run, folder, lakehouse_store(lakehouse), rows=rows)

@@ -159,6 +159,11 @@ class AdvanceRow(LedgerRow, kind="advance"):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ReplayRow(AdvanceRow, kind="replay"):
+    """Part of a block that a step read again, as an advance of a skipped step has it. It moves no cursor."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedSnapshot:
     """A snapshot of a source table that an attempt reads."""
 
@@ -358,8 +363,8 @@ class OtherRow(LedgerRow):
         return dict(self.columns)
 
 
-HEAD_KINDS = tuple(kind for kind in KINDS.values() if kind not in (AdvanceRow, OtherRow))
-"""Every kind but advances: the state of a run, without its consumption."""
+HEAD_KINDS = tuple(kind for kind in KINDS.values() if not issubclass(kind, AdvanceRow | OtherRow))
+"""Every kind but advances and replays: the state of a run, without its consumption."""
 
 
 class ColumnOf(NamedTuple):

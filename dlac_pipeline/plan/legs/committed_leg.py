@@ -4,9 +4,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from dlac_pipeline.lakehouse.errors import LedgerError
-from dlac_pipeline.lakehouse.ledger.run_rows import lineage_of
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, lineage_of
 from dlac_pipeline.lakehouse.ledger.typed_rows import LedgerRow, LegRow, PlannedSnapshot
 from dlac_pipeline.plan.legs.leg import Leg
+from dlac_pipeline.plan.order import LegOrder
+from dlac_pipeline.plan.replays import Replays
 
 
 def first_leg_of(rows: Sequence[LedgerRow]) -> Leg | None:
@@ -24,6 +27,23 @@ def leg_of(rows: list[LedgerRow], checkpoint_id: str) -> Leg:
             f"expected the leg of checkpoint {checkpoint_id!r} in the ledger, found none: restore the table"
         )
     return Leg.from_record(legs[at])
+
+
+def replays_of(
+    leg: Leg, order: LegOrder, ledger: Ledger, rows: Sequence[LedgerRow], checkpoint_id: str | None
+) -> Replays | None:
+    """Return the replays of the steps that a leg has skipped up to a checkpoint. None: only reading shows the leg's end."""
+    end = order.total_steps if order.counted else None
+    if end is None:
+        return None
+    return Replays(end=end, limit=leg.steps, skipped=skipped_in(leg, ledger, rows, checkpoint_id))
+
+
+def skipped_in(leg: Leg, ledger: Ledger, rows: Sequence[LedgerRow], checkpoint_id: str | None) -> list[int]:
+    """Return the steps of a leg up to a checkpoint that the engine did not apply, in order."""
+    checkpoints = checkpoint_rows(rows)
+    lineage = (checkpoints[each] for each in lineage_of(rows, checkpoint_id))
+    return sorted(ledger.skipped_steps([row for row in lineage if row.leg == leg.index]))
 
 
 def planned(leg: Leg) -> dict[str, Any]:

@@ -13,9 +13,9 @@ from dlac_pipeline.lakehouse.ledger.branches import exclusions_in_force, starts_
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, way_out
 from dlac_pipeline.plan.legs.choice import check_same_tables, check_sources, first_leg, plan_sources, requested_leg
-from dlac_pipeline.plan.legs.committed_leg import first_leg_of, leg_of
+from dlac_pipeline.plan.legs.committed_leg import first_leg_of, leg_of, replays_of
 from dlac_pipeline.plan.legs.follow import LegRequest, leaving_out, next_leg
-from dlac_pipeline.plan.legs.leg import Leg
+from dlac_pipeline.plan.legs.leg import Leg, describe_differences
 from dlac_pipeline.plan.order import reader_state_of
 from dlac_pipeline.plan.plan import Plans, is_plan_of
 from dlac_pipeline.spec.job_spec import JobSpec
@@ -103,10 +103,32 @@ class Resolver:
         if not self.defers_tables or requested.bound() != leg.bound():
             self.check_tables(leg)
             spec = excluding(self._spec, exclusions_in_force(rows))
-            request = LegRequest(requested=requested, repin=self._options.repin, unreadable=self._options.unreadable)
+            repin = self._options.repin
+            if self._has_replays(leg, rows, manifest):
+                self._check_finishes(leg, requested)
+                repin = False
+            request = LegRequest(requested=requested, repin=repin, unreadable=self._options.unreadable)
             state = reader_state_of(manifest.reader_state)
             leg = next_leg(self._plans, spec, leg, request, step=manifest.step, state=state)
         return Resolved(leg=leg, head=manifest.checkpoint_id)
+
+    def _has_replays(self, leg: Leg, rows: list[typed_rows.LedgerRow], manifest: Manifest) -> bool:
+        """Return True if rows of skipped steps are to be read again in the leg, which must end first."""
+        if self._spec.launch.on_skipped == "count":
+            return False
+        order = leg.order({each: self._plans.read(each).units for each in leg.plan_ids})
+        replays = replays_of(leg, order, self.ledger, rows, manifest.checkpoint_id)
+        return replays is not None and bool(replays.skipped) and replays.total_steps > manifest.step
+
+    def _check_finishes(self, leg: Leg, requested: Leg) -> None:
+        """Raise `ResumeMismatch` if a leg with replays to come is to change. Exclusions end it."""
+        changed = {name: both for name, both in leg.differences(requested).items() if not name.endswith("exclude")}
+        if changed:
+            raise errors.ResumeMismatch(
+                f"expected leg {leg.index} until the rows of its skipped steps are read again, found changes:\n"
+                f"{describe_differences(changed)}\n"
+                'give the committed values until then, or set launch.on_skipped = "count"'
+            )
 
     def check_tables(self, leg: Leg) -> None:
         """Check the tables of a leg, the pins of its plans, and files that no pin protects. Raises as `Plans.check_files`."""

@@ -11,7 +11,7 @@ from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.older_ledger import check_store
 from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS
 from dlac_pipeline.memory_states.choose import legs_of
-from dlac_pipeline.plan.legs.committed_leg import leg_of
+from dlac_pipeline.plan.legs.committed_leg import leg_of, skipped_in
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec
@@ -65,6 +65,9 @@ def start_attempt(
     if resolver.defers_tables:
         resolver.check_tables(leg)
     verify_s = time.monotonic() - claimed_at
+    if spec.launch.on_skipped == "replay":
+        rows = ledger.rows(spec.run, kinds=HEAD_KINDS)
+        point = replace(point, skipped=skipped_in(leg, ledger, rows, point.checkpoint_id))
     return replace(point, spike_step=request.options.spike_step, claim_s=claimed_at - began, verify_s=verify_s)
 
 
