@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dlac_pipeline.checkpoint.engines import TorchState
-    from dlac_pipeline.checkpoint.engines.distributed_state import DistributedState
     from dlac_pipeline.read.batch import Batch
     from dlac_pipeline.train.training_run import TrainingRun, training_run
 
 __all__ = [
     "Batch",
-    "DistributedState",
     "TorchState",
     "TrainingRun",
     "training_run",
@@ -22,7 +20,6 @@ __all__ = [
 
 _HOMES = {
     "Batch": "dlac_pipeline.read.batch",
-    "DistributedState": "dlac_pipeline.checkpoint.engines.distributed_state",
     "TorchState": "dlac_pipeline.checkpoint.engines",
     "TrainingRun": "dlac_pipeline.train.training_run",
     "training_run": "dlac_pipeline.train.training_run",

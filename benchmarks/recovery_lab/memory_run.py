@@ -122,7 +122,7 @@ class MemoryRun(StampedRun):
                 "script": str(PROGRAMS / "memory_rank.py"),
                 "world_size": self.world_size,
                 "env": self.environment,
-                "preload": ["dlac_pipeline.checkpoint.engines.distributed_state", "torch.distributed.fsdp"],
+                "preload": ["dlac_pipeline.extensions.sharded.distributed_state", "torch.distributed.fsdp"],
                 "attempts_without_progress": 2 + self.cascade,
                 **({"deaths_at_same_rows": 0} if self.cascade > 1 else {}),
             },

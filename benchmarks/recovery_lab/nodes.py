@@ -172,7 +172,7 @@ class NodesRun:
                 "node_timeout_s": _NODE_TIMEOUT_S,
                 "last_call_s": 1,
                 "gather_timeout_s": 120,
-                "preload": ["dlac_pipeline.checkpoint.engines.distributed_state", "torch.distributed.fsdp"],
+                "preload": ["dlac_pipeline.extensions.sharded.distributed_state", "torch.distributed.fsdp"],
             },
             "params": {"stamps": str(self.stamps), **size, "sharded": "False"},
         }

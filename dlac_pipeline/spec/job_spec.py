@@ -42,8 +42,6 @@ from dlac_pipeline.spec.sections import (
 
 ENGINES = Door("dlac.engines", "engine")
 """Engines of extensions, each a class with the protocol `Engine` of `dlac_pipeline.checkpoint.engines.engine`."""
-PYTORCH_ENGINES = ("dcp", "torch")
-"""Names of the core's own engines for plain PyTorch."""
 _HOME = ".dlac"
 """Name of the folder of an embedded lakehouse."""
 _VARIABLES = ("DLAC_HOME",)
@@ -277,7 +275,7 @@ class CheckpointSpec(spec_problems.Section):
     @field_validator("engine")
     @classmethod
     def _is_installed(cls, engine: str) -> str:
-        own = ("auto", *PYTORCH_ENGINES)
+        own = ("auto", "torch")
         try:
             if engine not in own:
                 ENGINES.find(engine, setting="engine", others=own)

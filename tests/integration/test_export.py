@@ -22,7 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 import dlac_pipeline
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.audit.lakehouse_sql import open_audit
-from dlac_pipeline.checkpoint.engines.distributed_state import DistributedState
 from dlac_pipeline.checkpoint.engines.torch_state import TorchState
 from dlac_pipeline.checkpoint.stage.copies import Direct
 from dlac_pipeline.checkpoint.store import folder_of, tiers_of
@@ -31,6 +30,7 @@ from dlac_pipeline.extensions.exchange.export import export_weights
 from dlac_pipeline.extensions.exchange.exported_files import checkpoint_of_file
 from dlac_pipeline.extensions.exchange.weights import weights_of
 from dlac_pipeline.extensions.kept_checkpoints.tags import name_checkpoint
+from dlac_pipeline.extensions.sharded.distributed_state import DistributedState
 from dlac_pipeline.lakehouse.errors import CheckpointDamaged, CheckpointError, NoSuchCheckpoint, StoreUnavailable
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.commits import names_of

@@ -15,10 +15,10 @@ import torch
 import yaml
 
 import dlac_pipeline as dlac
-from dlac_pipeline.checkpoint.engines.distributed_state import DistributedState
 from dlac_pipeline.checkpoint.finiteness import FinitenessCheck
 from dlac_pipeline.checkpoint.stage.copies import Copies, CopyMemory
 from dlac_pipeline.extensions.look.run_state import run_status
+from dlac_pipeline.extensions.sharded.distributed_state import DistributedState
 from dlac_pipeline.extensions.trainers.trainer_files import TrainerFiles
 from dlac_pipeline.lakehouse.errors import LossNotFinite
 from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of

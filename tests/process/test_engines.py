@@ -15,10 +15,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from dlac_pipeline import DistributedState, TorchState
+from dlac_pipeline import TorchState
 from dlac_pipeline.checkpoint.engines import Engine, adapt
 from dlac_pipeline.checkpoint.rng import load_rng, rng_file
 from dlac_pipeline.checkpoint.stage.copies import Copies, CopyMemory, Direct, Writer
+from dlac_pipeline.extensions.sharded.distributed_state import DistributedState
 from dlac_pipeline.lakehouse.errors import CheckpointError, CheckpointUnsafe, FormatTooNew, ScriptInvalid, SpecInvalid
 from tests.engine_ranks import STEPS, Saved, assert_same, run_program, save
 

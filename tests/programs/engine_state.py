@@ -109,7 +109,7 @@ class TrainedModel:
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
         if self.kind == "tiny":
             return adapt(None, self.kind, model=wrapped, optimizer=self.optimizer, scheduler=self.scheduler)
-        from dlac_pipeline.checkpoint.engines.distributed_state import DistributedState
+        from dlac_pipeline.extensions.sharded.distributed_state import DistributedState
 
         return DistributedState(model=wrapped, optimizer=self.optimizer, scheduler=self.scheduler)
 

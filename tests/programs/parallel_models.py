@@ -18,6 +18,7 @@ import dlac_pipeline as dlac
 from dlac_pipeline.checkpoint.collectives import RankTree
 from dlac_pipeline.checkpoint.data_parallel import check_layout, check_weights_agree
 from dlac_pipeline.checkpoint.engines import Engine
+from dlac_pipeline.extensions.sharded.distributed_state import DistributedState
 from dlac_pipeline.lakehouse.errors import ScriptInvalid
 
 RANK = int(os.environ["RANK"])
@@ -33,14 +34,14 @@ def sharded(mesh: DeviceMesh | None = None) -> Engine:
     """Return a model under FSDP2."""
     model = network()
     fully_shard(model, mesh=mesh)
-    return dlac.DistributedState(model=model)
+    return DistributedState(model=model)
 
 
 def split() -> Engine:
     """Return a model whose layers are split over the ranks."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
-    return dlac.DistributedState(model=parallelize_module(network(), mesh, plan))
+    return DistributedState(model=parallelize_module(network(), mesh, plan))
 
 
 def averaged() -> Engine:

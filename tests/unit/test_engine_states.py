@@ -15,10 +15,11 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from dlac_pipeline import DistributedState, TorchState
+from dlac_pipeline import TorchState
 from dlac_pipeline.checkpoint.engines import Engine
 from dlac_pipeline.checkpoint.stage.copies import Direct
 from dlac_pipeline.extensions.exchange.foreign import foreign_checkpoint
+from dlac_pipeline.extensions.sharded.distributed_state import DistributedState
 from dlac_pipeline.lakehouse.errors import ResumeMismatch, ScriptInvalid, SpecInvalid
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

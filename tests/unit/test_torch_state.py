@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from dlac_pipeline.checkpoint.engines import TorchState, adapt
-from dlac_pipeline.checkpoint.engines.distributed_state import DistributedState
 from dlac_pipeline.checkpoint.rng import load_rng, save_rng, seed_rng
 from dlac_pipeline.checkpoint.stage.copies import Direct
+from dlac_pipeline.extensions.sharded.distributed_state import DistributedState
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 
 

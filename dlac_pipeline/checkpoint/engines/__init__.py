@@ -1,7 +1,7 @@
 """Engine adapters: model, optimizer and schedule, into a checkpoint's folder and back.
 
 An adapter saves what its rank owns, and loads from verified folders only. Durability and commit belong to the manager.
-Those of PyTorch are here. Others enter through the door `dlac.engines`.
+That of replicated models is here. Others enter through the door `dlac.engines`.
 """
 
 import logging
@@ -15,7 +15,7 @@ from torch.nn import Module
 from dlac_pipeline.checkpoint.engines.engine import Engine
 from dlac_pipeline.checkpoint.engines.torch_state import TorchState, reshard
 from dlac_pipeline.lakehouse.errors import BadInput, ScriptInvalid, SpecInvalid
-from dlac_pipeline.spec.job_spec import ENGINES, PYTORCH_ENGINES
+from dlac_pipeline.spec.job_spec import ENGINES
 
 __all__ = [
     "Engine",
@@ -63,13 +63,9 @@ def adapt(engine: Any, wanted: str = "auto", **parts: Any) -> Engine:
 
 def engine_named(name: str, *, setting: str = "the manifest's engine") -> type[Engine]:
     """Return the engine of a name. Raise `BadInput` as `Door.load` if none is installed that has it."""
-    if name == "dcp":
-        from dlac_pipeline.checkpoint.engines.distributed_state import DistributedState  # imports DCP: a second
-
-        return DistributedState
     if name == TorchState.name:
         return TorchState
-    found: type[Engine] = ENGINES.load(name, setting=setting, others=PYTORCH_ENGINES)
+    found: type[Engine] = ENGINES.load(name, setting=setting, others=(TorchState.name,))
     return found
 
 

@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from dlac_pipeline.checkpoint.engines import installed_engines
-from dlac_pipeline.checkpoint.engines.distributed_state import DistributedState
 from dlac_pipeline.checkpoint.engines.engine import Foreign
 from dlac_pipeline.checkpoint.engines.safe_load import only_tensors
 from dlac_pipeline.checkpoint.engines.shards import INDEX, PlainSavePlanner, ShardWriter, box
@@ -31,6 +30,8 @@ from dlac_pipeline.checkpoint.store import MANIFEST, Tiers
 from dlac_pipeline.extensions.exchange.weights import WEIGHTS_FILE, WEIGHTS_INDEX
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 
+_DCP = "dcp"
+"""Name of the engine that loads these checkpoints, `DistributedState`."""
 _RECORDS = {(_StorageInfo.__module__, _StorageInfo.__name__), ("torch.serialization", "_get_layout")} | {
     (metadatas.__name__, name) for name in (*metadatas.__all__, "_MEM_FORMAT_ENCODING")
 }
@@ -109,7 +110,7 @@ def _of_dcp(folder: Path, state: dict[str, Any], files: list[Path]) -> Foreign:
             f"expected the entries 'model' and 'optimizer' in the checkpoint {str(folder)!r}, found {sorted(state)!r}"
         )
     copy = partial(_copy_dcp, ours, state)
-    return Foreign(origin=folder, engine=DistributedState.name, world_size=1, files=files, copy=copy)
+    return Foreign(origin=folder, engine=_DCP, world_size=1, files=files, copy=copy)
 
 
 def _copy_dcp(ours: dict[str, Any], state: dict[str, Any], target: Path, write: Write) -> None:

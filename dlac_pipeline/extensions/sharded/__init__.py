@@ -1,0 +1,1 @@
+"""State that ranks share out among them: FSDP2 and DTensor."""
