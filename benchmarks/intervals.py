@@ -3,8 +3,9 @@
 One rank trains the model of benchmarks/training.py, of 99 million parameters, or of 10 million with `--quick`, with asynchronous
 checkpoints to disk. Blocks with a checkpoint every 5, 10 or 30 s alternate with blocks without, in one process. A block with
 checkpoints is compared with the two that surround it, and those with each other (A/A). Work at risk is the longest time from the
-moment of a state to the next commit: a failure just before that commit loses so much. Intervals of 60 s and 5 min are modelled:
-the measured cost of a checkpoint over the interval, and the interval plus the measured time until a commit.
+moment of a state to the next commit: a failure just before that commit loses so much. Intervals of 60 s and 5 min, and the one
+that DLAC chooses for this cost before the first failure, are modelled: the measured cost of a checkpoint over the interval, and
+the interval plus the measured time until a commit.
 """
 
 from __future__ import annotations
@@ -22,10 +23,13 @@ from typing import Any
 
 from benchmarks.figures import Figure, report
 from benchmarks.training import FULL, QUICK, train
+from dlac_pipeline.checkpoint.interval import checkpoint_limits
+from dlac_pipeline.checkpoint.interval_choice import Cost, Failures, choose_interval
+from dlac_pipeline.spec.job_spec import CheckpointSpec
 
 _MODELS = {"10M": QUICK, "99M": {**FULL, "tokens": "8"}}
 """Fewer tokens keep steps far shorter than the shortest interval."""
-_MODELLED_S = (60.0, 300.0)
+_MODELLED_S = {"60s": 60.0, "300s": 300.0}
 _MOST_OVERHEAD = 0.02
 _MOST_STEPS = 100_000
 _CHECKPOINTS = {5.0: 4, 10.0: 2}
@@ -154,8 +158,10 @@ def figures_of(found: Sequence[Measured]) -> dict[str, Figure]:
             f"{name}_between_commits_s": Figure(value=each.between_commits_s, unit="s"),
             f"{name}_at_risk_s": Figure(value=each.at_risk_s, unit="s", bar="<= 30"),
         }
-    for interval_s in _MODELLED_S:
-        name = f"modelled_{interval_s:g}s"
+    cost = Cost(lost_s=max(0.0, cost_s), total_s=commit_s)
+    chosen = choose_interval(cost, Failures(), checkpoint_limits(CheckpointSpec()))
+    for modelled, interval_s in {**_MODELLED_S, "auto": chosen.interval_s}.items():
+        name = f"modelled_{modelled}"
         figures |= {
             f"{name}_overhead": Figure(value=100 * cost_s / interval_s, unit="% of the time"),
             f"{name}_between_commits_s": Figure(value=interval_s, unit="s"),

@@ -22,6 +22,7 @@ from benchmarks.figures import Figure, report
 from benchmarks.paper_parts import divergence, page
 from benchmarks.paper_parts.divergence import FULL, QUICK, Outcome
 from benchmarks.paper_parts.model import new_model
+from benchmarks.paper_parts.month import figures_of_month
 from benchmarks.paper_parts.programs import PROGRAMS, measure_program
 from benchmarks.paper_parts.summary import summarize
 from benchmarks.results.record import about_here
@@ -59,7 +60,7 @@ def main() -> int:
         found[name] = {**measured, **about, "load": [load, os.getloadavg()[0]]}
         file.write_text(json.dumps(found))
         page.write_page(found, asked.out)
-    figures = figures_of(found)
+    figures = {**figures_of(found), **figures_of_month(found)}
     report("paper", figures, page=str(asked.out / "paper.html"))
     failed = [name for name in names if "failed" in found[name]]
     return int(bool(failed) or not all(figure.holds for figure in figures.values()))

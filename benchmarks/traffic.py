@@ -52,7 +52,7 @@ _GRADIENT_BYTES, _STATE_BYTES = 4 * _PARAMETERS, 12 * _PARAMETERS
 _EVERY_STEPS, _STEPS_PER_KILL, _PAUSE_S = 20, 30, 0.1
 MODES: dict[str, dict[str, dict[str, Any]]] = {
     "relaunch": {"checkpoint": {"memory": ""}, "launch": {"world_size": RANKS}},
-    "memory": {"launch": {"world_size": RANKS}},
+    "memory": {"checkpoint": {"memory_every_steps": 10}, "launch": {"world_size": RANKS}},
     "per_step": {"launch": {"replicas": RANKS}},
 }
 

@@ -382,7 +382,9 @@ def _risk(figures: Found, rows: Sequence[str]) -> Figure:
         at_risk, overhead = ([figures[f"{row}_{name}"]["value"] for row in shown] for name in ("at_risk_s", "overhead"))
         axes.scatter(at_risk, overhead, s=60, facecolors=filled, edgecolors=_COLORS["dlac"], label=label, zorder=3)
         for row, seconds, percent in zip(shown, at_risk, overhead, strict=True):
-            interval = f"every {row.removeprefix('modelled_').removesuffix('s')} s"
+            interval = (
+                f"every {row.removeprefix('modelled_').removesuffix('s')} s" if row[-1] == "s" else "DLAC's choice"
+            )
             axes.annotate(interval, (seconds, percent), xytext=(8, 6), textcoords="offset points", fontsize=9)
     axes.axhline(2, color=_COLORS["restart"], linewidth=1, linestyle="--", label="the paper: below 2 %, below 30 s")
     axes.axvline(30, color=_COLORS["restart"], linewidth=1, linestyle="--")

@@ -72,7 +72,7 @@ PROGRAMS = {
         " much. An overhead is judged only if blocks without checkpoints differ from each other by less than 2 %",
         modelled="columns named so: the cost of a checkpoint over the interval, and the interval plus the longest commit",
         arguments=("--intervals", "5", "10", "30", "--pairs", "3", "--model", "99M"),
-        sides=("5s", "10s", "30s", "modelled_60s", "modelled_300s"),
+        sides=("5s", "10s", "30s", "modelled_60s", "modelled_300s", "modelled_auto"),
     ),
     "resume": Program(
         title="Positioning: from resuming to the first batch",

@@ -29,6 +29,8 @@ from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.supervisor import Supervisor
 
 _SHM = "/dev/shm"
+_POINT_S = 9.0
+"""Recovery point of a run whose states DLAC paces. Work at risk shall be 10 s at the most."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,6 +116,7 @@ class MemoryRun(StampedRun):
                 "mode": "asynchronous" if self.memory else "synchronous",
                 "memory": self.memory,
                 "memory_every_steps": size.memory_steps,
+                "memory_point_s": _POINT_S,
             },
             "launch": {
                 "script": str(PROGRAMS / "memory_rank.py"),
