@@ -46,7 +46,8 @@ class DistributedState(Engine):
         """Raise `ScriptInvalid` if an optimizer has a parameter that the model does not have."""
         reshard(model)
         self._model = model
-        self._optimizers = OptimizerStates(model, [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer))
+        self._own = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        self._optimizers = OptimizerStates(model, self._own)
         self._optimizers.check()
         self._rest = TorchState(**parts)
 
@@ -113,6 +114,10 @@ class DistributedState(Engine):
     def modules(self) -> Mapping[str, Any]:
         """Return the sharded model and all further parts."""
         return {"model": self._model, **self._rest.modules()}
+
+    def optimizers(self) -> list[Optimizer]:
+        """Return the optimizers of the sharded model, and further parts that are some."""
+        return [*self._own, *self._rest.optimizers()]
 
 
 def _with_whole_values(model: dict[str, Any]) -> dict[str, Any]:

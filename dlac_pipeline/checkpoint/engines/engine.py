@@ -103,6 +103,13 @@ class Engine(EngineFiles, Protocol):
     def modules(self) -> Mapping[str, Any]:
         """Return the modules whose weights a checkpoint has, by name. Parts that are no modules may be among them."""
 
+    def optimizers(self) -> Sequence[Any]:
+        """Return torch's optimizers, of which each tensor changes only in their own steps, after the hooks before the step.
+
+        These tensors are copied while training continues. None (most engines): training waits for the copy of everything.
+        """
+        return ()
+
     def step_applied(self) -> bool:
         """Return False if the engine skipped the last optimizer step, as on an fp16 overflow. Most engines apply each."""
         return True
