@@ -1,8 +1,7 @@
 """Checkpoint Manager: a rank's part in staging, sealing and committing a checkpoint, at once or in another thread.
 
-Asynchronous: training waits while a part of the state is copied. The step gate guards the rest until it is copied as well. Rows
-consumed after that step belong to the next checkpoint. One checkpoint at a time is in progress. Until its rows are in the
-ledger, its files mean nothing.
+Asynchronous: training waits while a part of the state is copied, and rows consumed after that step belong to the next checkpoint.
+One checkpoint at a time is in progress. Until its rows are in the ledger, its files mean nothing.
 """
 
 import time
@@ -179,9 +178,7 @@ class CheckpointManager:
         *,
         since: float,
     ) -> None:
-        """Copy the state after `tracker.step`, in part beside the next step, and commit it in the background.
-
-        The one before is settled.
+        """Copy the state after `tracker.step`, and commit it in the background. The one before is settled.
 
         Training waits `since` this monotonic time. Raises `LossNotFinite` if `weights` of a rank are not finite. Nothing of
         them is committed.

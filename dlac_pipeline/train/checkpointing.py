@@ -83,9 +83,9 @@ class Checkpointing:
         restored = self._attempt.memory
         self._memory.begin(adapted, None if restored is None else restored.state)
         # not before: a script that keeps an error to itself has not the state of the resume point
-        self._train(adapted)
+        self._take_engine(adapted)
 
-    def _train(self, engine: Engine) -> None:
+    def _take_engine(self, engine: Engine) -> None:
         """Take an engine that is loaded, and watch the steps of its optimizers."""
         self.engine = engine
         self._manager.watch_steps(engine)

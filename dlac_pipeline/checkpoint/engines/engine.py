@@ -104,10 +104,7 @@ class Engine(EngineFiles, Protocol):
         """Return the modules whose weights a checkpoint has, by name. Parts that are no modules may be among them."""
 
     def optimizers(self) -> Sequence[Any]:
-        """Return torch's optimizers, of which each tensor changes only in their own steps, after the hooks before the step.
-
-        These tensors are copied while training continues. None (most engines): training waits for the copy of everything.
-        """
+        """Return optimizers whose tensors are copied until their next steps. None (most engines): all is copied at once."""
         return ()
 
     def step_applied(self) -> bool:

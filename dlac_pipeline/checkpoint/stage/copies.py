@@ -42,11 +42,7 @@ class Direct:
     def handed_over(self) -> None:
         """Nothing is kept."""
 
-    def finish(self) -> None:
-        """Everything is written."""
-
-    def close(self) -> None:
-        """Nothing is read later."""
+    finish = close = handed_over
 
 
 class CopyMemory:
@@ -197,7 +193,7 @@ class Copies:
             return type(value)(self._copy_of(each) for each in value)
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return type(value)(*(self._copy_of(each) for each in value))
-        return copy.deepcopy(value)
+        return value if type(value) in (int, float, str) else copy.deepcopy(value)
 
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy a tensor into host memory. One that consists of others, such as a DTensor, is composed of copies of these."""
