@@ -6,6 +6,7 @@ import copy
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,50 +73,37 @@ class Script:
             self.other.zero_grad()
         clip_grad_norm_(self.model.parameters(), 0.5)
         if self.kind != "skips" or number not in (2, 4):
-            self.optimizer.step(self.closure(number) if self.kind == "lbfgs" else None)  # type: ignore[arg-type]  # in torch
+            self.optimizer.step(partial(self.loss, number, only=True) if self.kind == "lbfgs" else None)  # type: ignore[arg-type]
         self.optimizer.zero_grad()
         self.schedule.step()
         self.average.update_parameters(self.model)
         return loss.item()
 
-    def loss(self, number: int) -> torch.Tensor:
-        """Return the loss of a batch, with its gradients."""
+    def loss(self, number: int, *, only: bool = False) -> torch.Tensor:
+        """Return the loss of a batch, and add its gradients, or replace all by them."""
+        if only:
+            self.optimizer.zero_grad()
         x = torch.sin(torch.arange(24.0).reshape(4, 6) + number)
         out = self.model(x)
         loss: torch.Tensor = ((self.critic(out) if self.kind == "gan" else out) ** 2).mean()
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         return loss
 
-    def closure(self, number: int) -> Callable[[], float]:
-        """Return the function that an optimizer of several passes calls."""
 
-        def compute() -> float:
-            self.optimizer.zero_grad()
-            return self.loss(number).item()
-
-        return compute
-
-
-def save_into(found: dict[str, Any]) -> Callable[[Any, Path], None]:
-    """Return a function that reads a state slowly."""
+def begin_copy(gate: StepGate, engine: TorchState, found: dict[str, Any], *, streams: bool) -> Future[Any]:
+    """Begin to copy the state of an engine slowly, and return the end to come."""
 
     def save(state: Any, path: Path) -> None:
         time.sleep(DELAY_S)
         found[path.name] = copy.deepcopy(state)
 
-    return save
-
-
-def begin_copy(gate: StepGate, engine: TorchState, found: dict[str, Any], *, streams: bool) -> Future[Any]:
-    """Begin to copy the state of an engine, and return the end to come."""
-    copies = Copies(CopyMemory(), save_into(found), stable=gate.stable(), streams=streams)
-    engine.save(Path(), copies.write)
-    copies.handed_over()
-
     def finish() -> None:
         time.sleep(DELAY_S)
         copies.finish()
 
+    copies = Copies(CopyMemory(), save, stable=gate.stable(), streams=streams)
+    engine.save(Path(), copies.write)
+    copies.handed_over()
     copied = in_thread(finish, "copy")
     gate.hold(copies.wait)
     return copied
