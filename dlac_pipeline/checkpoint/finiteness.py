@@ -4,14 +4,13 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch.nn import Module
 
-from dlac_pipeline.checkpoint.stage.copies import storage_key
 from dlac_pipeline.checkpoint.step_sync import StepSync
 from dlac_pipeline.lakehouse.errors import LossNotFinite
 
@@ -66,48 +65,24 @@ class FinitenessCheck:
 
 
 class WeightsCheck:
-    """The check of an engine's weights. Those that are copied are checked then, while they are in the processor's cache."""
+    """The check of an engine's weights."""
 
     def __init__(self, engine: object, report: Callable[[str], None]) -> None:
         """`engine` may be None: no weights. `report` is given the name of the first weight that is not finite."""
         self._engine = engine
         self._report = report
-        self._left: dict[tuple[int, int], list[tuple[str, torch.Tensor]]] | None = None
-        self._found: list[str] = []
-        self._failure: Exception | None = None
-
-    def copied(self, storage: tuple[int, int]) -> None:
-        """Check the weights in a storage that was copied just now. It raises nothing: other ranks may wait for this one."""
-        with self._keeping_failure():
-            for name, tensor in self._weights_left().pop(storage, []):
-                with self._keeping_failure():
-                    if not is_finite(tensor):
-                        self._found.append(name)
 
     def finish(self) -> None:
-        """Check the remaining weights, and report. If all of them are finite, raise the first exception of a check."""
-        for storage in list(self._weights_left()):
-            self.copied(storage)
-        if self._found:
-            self._report(self._found[0])
-        if self._failure is not None:
-            raise self._failure
-
-    @contextmanager
-    def _keeping_failure(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as err:
-            self._failure = self._failure or err
-
-    def _weights_left(self) -> dict[tuple[int, int], list[tuple[str, torch.Tensor]]]:
-        """Return the weights by storage. They are listed late: FSDP2 may free gathered weights when the state is taken."""
-        if self._left is None:
-            left = defaultdict(list)
-            for name, tensor in _weights(self._engine):
-                left[storage_key(tensor)].append((name, tensor))
-            self._left = dict(left)
-        return self._left
+        """Check the weights as they are now, and report. If all sums are finite, each accelerator is waited for once."""
+        weights, sums = list(_weights(self._engine)), defaultdict(list)
+        with suppress(NotImplementedError):  # a type without arithmetic, such as float8
+            for _, tensor in weights:
+                sums[tensor.device].append(tensor.sum().abs().float())
+            if all(bool(torch.stack(each).isfinite().all()) for each in sums.values()):
+                return
+        for name in (name for name, tensor in weights if not is_finite(tensor)):
+            self._report(name)
+            return
 
 
 def _weights(engine: object) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,14 +1,14 @@
 """Checkpoint Manager: a rank's part in staging, sealing and committing a checkpoint, at once or in another thread.
 
-Asynchronous: training waits while the state is copied, and rows consumed after that step belong to the next checkpoint. One
-checkpoint at a time is in progress. Until its rows are in the ledger, its files mean nothing.
+Asynchronous: training waits while a part of the state is copied, and rows consumed after that step belong to the next checkpoint.
+One checkpoint at a time is in progress. Until its rows are in the ledger, its files mean nothing.
 """
 
-import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,10 @@ from dlac_pipeline.checkpoint.commit.ledger_rows import AttemptLeg, Vote
 from dlac_pipeline.checkpoint.commit.local_copies import LocalCopies, node_name
 from dlac_pipeline.checkpoint.engines import Engine
 from dlac_pipeline.checkpoint.finiteness import WeightsCheck
-from dlac_pipeline.checkpoint.manifest import FileEntry
 from dlac_pipeline.checkpoint.rng import save_rng
-from dlac_pipeline.checkpoint.stage.copies import Copies, CopyMemory, Direct, Writer
+from dlac_pipeline.checkpoint.stage.copies import Copies, CopyMemory, Direct, Writer, in_thread
 from dlac_pipeline.checkpoint.stage.durable_writer import DurableWriter, Phases
+from dlac_pipeline.checkpoint.step_gate import StepGate
 from dlac_pipeline.checkpoint.store import stage_name, storing, tiers_of
 from dlac_pipeline.lakehouse.errors import DlacError
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
@@ -114,6 +114,8 @@ class CheckpointManager:
         keep = min(_LOCAL_COPIES, settings.keep_last or _LOCAL_COPIES)
         self._copies = LocalCopies(self._tiers, keep=keep, evicts=evicts, resumed_from=trained.parent_folder)
         self._memory = CopyMemory()
+        self.gate = StepGate()
+        """Gate in front of the optimizers' steps, open until the script's engine is known."""
         self._pending: Future[Committed] | None = None
         self._pending_record: ReaderStateTracker | None = None
         self._failure: Exception | None = None
@@ -125,6 +127,10 @@ class CheckpointManager:
     def under_way(self) -> bool:
         """True if a checkpoint is being committed in the background."""
         return self._pending is not None and not self._pending.done()
+
+    def watch_steps(self, engine: Engine) -> None:
+        """Copy a part of an engine's states beside training from now on."""
+        self.gate = StepGate(engine)
 
     def continue_after(self, parent: str | None, *, leg_is_new: bool) -> None:
         """Continue after a checkpoint that another process group of this attempt committed. None is in progress here."""
@@ -181,16 +187,10 @@ class CheckpointManager:
             self._check(weights)  # before the trainer writes its files, of which no copies are made
         staged = self._stage(engine, tracker, note, since, weights)
         staged.phases["stall"] = time.monotonic() - since
-        self._pending, self._pending_record = (pending := Future[Committed]()), staged.prepared.taken
-
-        def complete() -> None:
-            try:
-                pending.set_result(self._noting(staged, self._background_tree))
-            except BaseException as err:
-                pending.set_exception(err)
-
-        # A daemon: a process that fails otherwise does not wait for it, as the other ranks may be gone.
-        threading.Thread(target=complete, name="checkpoint", daemon=True).start()
+        self._pending_record = staged.prepared.taken
+        self._pending = in_thread(partial(self._noting, staged, self._background_tree), "checkpoint")
+        if isinstance(staged.writer, Copies):
+            self.gate.hold(staged.writer.wait)
 
     def done(self) -> Committed | None:
         """Return the checkpoint that was in progress, once, if it is committed by now. Raises as `settle`."""
@@ -219,7 +219,9 @@ class CheckpointManager:
         name = stage_name(attempt=self._attempt.number, step=tracker.step, nonce=self._trained.nonce)
         folder = self._tiers.folder(name)
         sealer = DurableWriter(self._tiers, name, in_background=in_background)
-        writer: Writer = Direct(sealer.save) if weights is None else Copies(self._memory, sealer.save, weights.copied)
+        writer: Writer = Direct(sealer.save)
+        if weights is not None:
+            writer = Copies(self._memory, sealer.save, stable=self.gate.stable())
         phases, failure = Phases(), None
         with phases.of("copy" if in_background else "write"):
             try:
@@ -278,27 +280,33 @@ class CheckpointManager:
 
     def _vote(self, staged: _Staged) -> Vote:
         """Make this rank's files durable, and return its vote."""
-        entries: list[FileEntry] = []
+        files: list[dict[str, Any]] = []
         failure = staged.failure
         try:
             if failure is None:
                 with storing(staged.folder):
+                    if isinstance(staged.writer, Copies):
+                        with staged.phases.of("copy"):
+                            staged.writer.copy_rest()
                     with staged.phases.of("write"):
                         staged.writer.finish()
                     with staged.phases.of("seal"):
-                        entries = staged.sealer.finish()
+                        files = [asdict(entry) for entry in staged.sealer.finish()]
                 staged.phases.update(staged.sealer.phases)
-                self.own_bytes += sum(entry.bytes for entry in entries)
+                self.own_bytes += sum(entry["bytes"] for entry in files)
         except Exception as err:  # every other rank waits for a vote
             failure = name_failure(err, doing=f"the writing of rank {self._tree.rank}")
         finally:
+            staged.writer.close()
+            if isinstance(staged.writer, Copies):
+                staged.phases.add("stall", staged.writer.waited_s)
             staged.sealer.close()
             self.own_s += sum(staged.phases.get(name, 0.0) for name in ("copy", "write", "seal"))
         taken = staged.prepared.taken
         return {
             "failure": failure,
             "node": node_name(),
-            "files": [asdict(entry) for entry in entries],
+            "files": files,
             "phases": staged.phases,
             "step": taken.step,
             "groups": list(taken.groups),

@@ -3,6 +3,7 @@
 import ctypes
 import mmap
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from threading import Thread
@@ -38,10 +39,15 @@ class MemoryFile:
         self._mapper: Thread | None = None
         self._bytes = 0
         self._failure: OSError | None = None
+        self._read: Callable[[int], None]
 
-    def overwrite(self, state: Any) -> int:
-        """Write a state, and return its size. The file has this size only afterwards. Raise `OSError` if memory is full."""
+    def overwrite(self, state: Any, read: Callable[[int], None] = lambda _: None) -> int:
+        """Write a state, and return its size. The file has this size only afterwards. Raise `OSError` if memory is full.
+
+        `read` is given the address of each part of the state that was read just now.
+        """
         self.wait_for_pages()
+        self._read = read
         self._bytes, self._failure = 0, None
         self._usable_bytes = min(len(self._pages), os.fstat(self._descriptor).st_size)
         write_content(state, self)
@@ -71,6 +77,7 @@ class MemoryFile:
                 rest = rest[written:]
         except OSError as err:
             self._failure = err
+        self._read(np.frombuffer(data, np.uint8).ctypes.data)
         return len(data)
 
     def flush(self) -> None:

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,8 @@ from dlac_pipeline.checkpoint.interval_choice import Choice, Cost, Failures, Lim
 from dlac_pipeline.checkpoint.manager import CheckpointManager
 from dlac_pipeline.checkpoint.restore.resume_point import FromMemory, ResumePoint
 from dlac_pipeline.checkpoint.rng import save_rng
+from dlac_pipeline.checkpoint.stage.copies import Copies, CopyMemory, Direct, StateChanged, in_thread
+from dlac_pipeline.checkpoint.stage.watch import Key
 from dlac_pipeline.checkpoint.step_sync import RankReport, StepSync
 from dlac_pipeline.elastic.ranks.communicator import Communicator
 from dlac_pipeline.elastic.ranks.rank import LAUNCH_VARIABLE
@@ -43,6 +46,8 @@ _FIRST = states.SLOTS + 2
 _COSTS = 5
 """Number of last costs whose median counts, of an even number the lower one. After a single high cost no state would be saved,
 and so none measured, for long."""
+_LEAST_BESIDE_BYTES = 4 << 20
+"""A smaller part of a state is copied at once, which takes about a millisecond."""
 _LOOK_S = 0.002
 """Seconds between two looks for the end of a copy."""
 _SMOOTHING = 0.2
@@ -91,6 +96,11 @@ class MemorySaves:
         self._failed = False
         self._files: dict[Path, MemoryFile] = {}
         """The files that this rank has written."""
+        self._memory = CopyMemory()
+        self._part_bytes = 0
+        self._copying: tuple[Copies, Future[float]] | None = None
+        """The last state while it is copied beside training, and the seconds to come that it takes."""
+        self._is_left_out = False
         self._maps = run_folder is not None and is_tmpfs(run_folder)
         self._costs: deque[float] = deque(maxlen=_COSTS)
         """Seconds that the last states took."""
@@ -125,10 +135,17 @@ class MemorySaves:
         self._forget()
 
     def step_done(self) -> None:
-        """Note that a step is done, with the time since the one before or since a state was saved."""
-        now = time.monotonic()
+        """Note that a step is done, with the time since the one before or since a state was saved.
+
+        The seconds by which a copy beside the step may have prolonged it are a cost of the state.
+        """
+        copy_s, now = self._finish_copy(), time.monotonic()
         if self._stepped_at is not None:
             took_s = now - self._stepped_at
+            slower_s = min(max(0.0, took_s - self._step_s), copy_s)
+            took_s -= slower_s
+            if self._costs:
+                self._costs[-1] += slower_s
             is_first = math.isinf(self._step_s)
             self._step_s = took_s if is_first else (1 - _SMOOTHING) * self._step_s + _SMOOTHING * took_s
         self._stepped_at = self._due_at = now
@@ -192,39 +209,33 @@ class MemorySaves:
         return self._number < _FIRST or is_time
 
     def save(self, engine: Engine, *, rows: int) -> None:
-        """Save this rank's part of the state after the last step, if the one before is copied. All losses up to it are known."""
+        """Save this rank's part of the state after the last step, if the one before is copied. All losses up to it are known.
+
+        Tensors that only steps of optimizers change are copied beside training, until the next step.
+        """
         assert self._folder is not None, "a state is due only with a folder"
-        if self._number and not self._copied:  # the slot may have the only whole state
-            return
+        self._finish_copy()
+        if self._number and not self._copied:
+            if self._has_buddy or self._saved_step == self._tracker.step:  # the slot may have the only whole state
+                return
+            self._number -= 1  # a rank has left the last state out, and its slot is written again
         worked_s = 0.0 if self._returned_at is None else time.monotonic() - self._returned_at
-        rank, slot = self._communicator.rank, states.slot_of(self._folder, self._number)
-        files: list[tuple[str, int]] = []
-        failure: Exception | None = None
-
-        def write(path: Path, state: Any) -> None:
-            if failure is None:
-                if path not in self._files:
-                    self._files[path] = MemoryFile(path, is_mapped=self._maps)
-                files.append((str(path.relative_to(slot)), self._files[path].overwrite(state)))
-
+        slot = states.slot_of(self._folder, self._number)
+        failure: OSError | None = None
+        self._is_left_out = False
         try:
             if self._number and self._communicator.is_first_of_node:
                 states.forget_states(self._folder.parent, before=self._point.attempt)
             if self._number == 1 and self._communicator.is_first_of_node:
                 self._check_room(self._folder)
             slot.mkdir(mode=0o700, exist_ok=True)
-            states.remove_seal(slot, rank)
+            states.remove_seal(slot, self._communicator.rank)
         except OSError as err:
             failure = err
         try:  # collective, even if this rank cannot write
-            engine.save(slot, write)
-            save_rng(slot, rank, write)
-            if failure is None:
-                states.write_seal(slot, self._sealed(engine, files, rows))
+            self._write(slot, engine, self._sealed(engine, rows), failure)
         except (OSError, DlacError) as err:
-            failure = failure or err
-        if failure is not None:
-            self._give_up(slot, failure)
+            self._give_up(slot, failure or err)
         self._number, self._saved_step, self._copied = self._number + 1, self._tracker.step, False
         self._is_outdated = False
         self._stepped_at, self._returned_at = time.monotonic() - worked_s, None
@@ -234,6 +245,66 @@ class MemorySaves:
         cost_s = statistics.median_low(self._costs)
         failures = self._failures.after(self._stepped_at - self._began)
         self._choice = choose_interval(Cost(lost_s=cost_s, total_s=cost_s), failures, self._limits)
+
+    def _write(self, slot: Path, engine: Engine, sealed: states.RankState, failure: OSError | None) -> None:
+        """Write this rank's part and seal it, perhaps beside training. A rank with a failure raises it, and writes nothing."""
+        began, stable = time.monotonic(), self._stable()
+
+        def overwrite(state: Any, path: Path) -> None:
+            read = writer.watch.compare if isinstance(writer, Copies) else lambda _: None
+            sealed.files.append((str(path.relative_to(slot)), self._files[path].overwrite(state, read)))
+
+        def write(path: Path, state: Any) -> None:
+            if failure is None:
+                if path not in self._files:
+                    self._files[path] = MemoryFile(path, is_mapped=self._maps)
+                writer.write(path, state)
+
+        def complete() -> float:
+            try:
+                writer.finish()
+                states.write_seal(slot, sealed)
+            finally:
+                writer.close()
+            return time.monotonic() - began
+
+        writer = Copies(self._memory, overwrite, stable=stable, streams=True) if stable else Direct(overwrite)
+        engine.save(slot, write)
+        save_rng(slot, sealed.rank, write)
+        if failure is not None:
+            raise failure
+        writer.handed_over()
+        if isinstance(writer, Direct):
+            complete()
+            self._part_bytes = sum(size for _, size in sealed.files)
+        else:
+            self._copying = writer, in_thread(complete, "memory state")
+            self._manager.gate.hold(writer.wait)
+
+    def _stable(self) -> Mapping[Key, str]:
+        """Return the storages to copy beside training: most of a large state, because copies of the rest take memory."""
+        if 0 < self._part_bytes < _LEAST_BESIDE_BYTES:
+            return {}
+        stable = self._manager.gate.stable()
+        return stable if 2 * sum(size for _, size in stable) > self._part_bytes else {}
+
+    def _finish_copy(self) -> float:
+        """Wait until the last state is sealed, or is known to be left out. Return the seconds of its copy beside training."""
+        if self._copying is None:
+            return 0.0
+        (writer, copied), self._copying = self._copying, None
+        try:
+            return copied.result()
+        except (OSError, DlacError) as err:
+            if writer.watch.changed:
+                self._manager.gate.is_sure = False
+            # with a buddy no message says that a state is left out, and not late
+            if isinstance(err, StateChanged) and not self._has_buddy:
+                self._is_left_out = True
+                self._report_problem(f"{err}; the state of step {self._saved_step} in memory is left out")
+            elif self._folder is not None:
+                self._give_up(states.slot_of(self._folder, self._number - 1), err)
+            return 0.0
 
     def end(self, *, committed: bool) -> None:
         """Remove the states at the end of the attempt, if its last checkpoint has everything."""
@@ -248,11 +319,13 @@ class MemorySaves:
 
     def close(self) -> None:
         """Close the files. The states stay, for the next attempt."""
+        self._finish_copy()
         while self._files:
             self._files.popitem()[1].close()
 
     def _free_files(self, folder: Path) -> None:
         """Free the memory of this rank's files in a folder."""
+        self._finish_copy()
         for path in [path for path in self._files if path.is_relative_to(folder)]:
             self._files.pop(path).free()
 
@@ -302,13 +375,16 @@ class MemorySaves:
         if not self._failed:
             remedy = f"{_MORE_ROOM}; " if isinstance(failure, OSError) else ""
             problem = f"expected to keep states in {str(slot)!r}, found {failure}: {remedy}a restart reads the last checkpoint"
-            # rank 0 publishes that another rank has one
-            (self._warn if self._communicator.rank == 0 else _log.warning)(problem)
+            self._report_problem(problem)
         self._failed = True
+
+    def _report_problem(self, problem: str) -> None:
+        """Warn. Rank 0 publishes that a rank has one."""
+        (self._warn if self._communicator.rank == 0 else _log.warning)(problem)
 
     def _is_copied(self) -> bool:
         """Return whether this rank has sealed its last state, and its node has copied it to the buddy, if it has one."""
-        if self._folder is None or not self._number or self._failed:
+        if self._folder is None or not self._number or self._failed or self._is_left_out:
             return False
         first_rank = self._communicator.first_rank_here
         return not self._has_buddy or states.copied_step(self._folder, first_rank) >= self._saved_step
@@ -318,7 +394,7 @@ class MemorySaves:
         whole, shard = bytes_of_state(engine)
         return whole + shard * self._communicator.ranks_here * (1 + self._has_buddy)
 
-    def _sealed(self, engine: Engine, files: list[tuple[str, int]], rows: int) -> states.RankState:
+    def _sealed(self, engine: Engine, rows: int) -> states.RankState:
         point, tracker, cursors = self._point, self._tracker, self._tracker.cursors
         return states.RankState(
             attempt=point.attempt,
@@ -335,7 +411,6 @@ class MemorySaves:
             cursors=[] if cursors is None else cursors.tolist(),
             trained=[_trained(each) for each in (*self._manager.in_progress(), tracker)],
             rows=rows,
-            files=files,
         )
 
 

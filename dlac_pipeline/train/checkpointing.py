@@ -82,9 +82,13 @@ class Checkpointing:
         self._heartbeat.loaded(convert_s=convert_s, load_s=load_s)
         restored = self._attempt.memory
         self._memory.begin(adapted, None if restored is None else restored.state)
-        self.engine = (
-            adapted  # not before: a script that keeps an error to itself has not the state of the resume point
-        )
+        # not before: a script that keeps an error to itself has not the state of the resume point
+        self._take_engine(adapted)
+
+    def _take_engine(self, engine: Engine) -> None:
+        """Take an engine that is loaded, and watch the steps of its optimizers."""
+        self.engine = engine
+        self._manager.watch_steps(engine)
 
     def reset_generators(self) -> None:
         """Set the random generators to their state after `restore`, once."""
@@ -94,6 +98,7 @@ class Checkpointing:
 
     def record_step(self, batch: Batch, loss: torch.Tensor | float, *, applied: bool | None) -> None:
         """Record that the optimizer step of a batch is done, and receive the messages of all ranks that have arrived."""
+        self._manager.gate.finish()
         if applied is None:
             applied = self._restored_engine().step_applied()
         self._tracker.step_done(batch, applied=applied)
@@ -150,8 +155,9 @@ class Checkpointing:
         """Remove the memory states of the run on this node at its end, if a checkpoint has the last step."""
         self._memory.end(committed=self._attempt.step == self._tracker.committed_step)
 
-    def close_memory(self) -> None:
-        """Close the files of memory states."""
+    def close(self) -> None:
+        """End the copies beside training, and close the files of memory states."""
+        self._manager.gate.finish()
         self._memory.close()
 
     def discard_memory(self) -> None:

@@ -352,7 +352,7 @@ class TrainingRun:
 
     def close(self) -> None:
         """Close files, the reader and the heartbeat, and leave the process group."""
-        self._checkpointing.close_memory()
+        self._checkpointing.close()
         self._attempt.reader.close()
         self._heartbeat.close()
         self._communicator.close()

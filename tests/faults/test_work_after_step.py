@@ -18,11 +18,16 @@ def entries(arena: Arena, run: str) -> dict[int, dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("memory", "resumed"), [("", 10), ("/dev/shm", 16)])
-def test_work_after_step_is_restored(arena: Arena, memory: str, resumed: int) -> None:
-    """Schedule, average and evaluation after a step give the numbers of an undisturbed run, after a SIGKILL too."""
+@pytest.mark.parametrize(
+    ("memory", "copying", "resumed"), [("", "", [10]), ("/dev/shm", "", [16]), ("/dev/shm", "7,8", [6, 7])]
+)
+def test_work_after_step_is_restored(arena: Arena, memory: str, copying: str, resumed: list[int]) -> None:
+    """Schedule, average and evaluation after a step give the numbers of an undisturbed run, after SIGKILLs too.
+
+    A rank that dies while a state is copied beside training resumes from the state before, also in the recovery from that.
+    """
     arena.table(appends=(1000,))
-    for run, dies_at in (("undisturbed", 0), ("killed", 17)):
+    for run, dies in (("undisturbed", {}), ("killed", {"dies_copying": copying} if copying else {"dies_at": 17})):
         spec = arena.spec(
             run,
             "train_after_step.py",
@@ -31,9 +36,9 @@ def test_work_after_step_is_restored(arena: Arena, memory: str, resumed: int) ->
             every_steps=10,
             memory=memory,
             memory_every_steps=1,
-            dies_at=dies_at,
+            **{"dies_at": 0, **dies},
         )
         launch = arena.launch(spec)
         assert launch.wait() == 0, launch.stderr
-    assert [each["step"] for each in launch.of("attempt")] == [0, resumed]
+    assert [each["step"] for each in launch.of("attempt")] == [0, *resumed]
     assert entries(arena, "killed") == entries(arena, "undisturbed")

@@ -16,7 +16,6 @@ import yaml
 
 import dlac_pipeline as dlac
 from dlac_pipeline.checkpoint.finiteness import FinitenessCheck
-from dlac_pipeline.checkpoint.stage.copies import Copies, CopyMemory
 from dlac_pipeline.extensions.look.run_state import run_status
 from dlac_pipeline.extensions.sharded.distributed_state import DistributedState
 from dlac_pipeline.extensions.trainers.trainer_files import TrainerFiles
@@ -94,27 +93,23 @@ def test_trainer_saves_no_nonfinite_weights(arena: Arena) -> None:
 
 
 @pytest.mark.parametrize(("index", "refused"), [(1, False), (2, True), (3, True), (4, False)])
-def test_weights_are_checked_when_copied(tmp_path: Path, index: int, refused: bool) -> None:
-    """Only the copied numbers are checked, and of a shared storage only the numbers of a weight."""
+def test_only_weights_are_checked(index: int, refused: bool) -> None:
+    """Only the numbers of a weight are checked, not others in its storage."""
     storage = torch.zeros(8)
     storage[index] = float("nan")
     model = torch.nn.Linear(2, 1, bias=False)
     model.weight = torch.nn.Parameter(storage[2:4].view(1, 2))
-    engine = dlac.TorchState(model=model)
-    check = FinitenessCheck("r", "stop", warn=lambda _: None).weights_of(engine, 1)
-    engine.save(tmp_path, Copies(CopyMemory(), copied=check.copied).write)
-    storage.fill_(0.0)
+    check = FinitenessCheck("r", "stop", warn=lambda _: None).weights_of(dlac.TorchState(model=model), 1)
     with pytest.raises(LossNotFinite, match=r"'model\.weight'") if refused else nullcontext():
         check.finish()
 
 
-def test_weights_without_copy_are_checked(tmp_path: Path) -> None:
-    """Weights that an engine saves in another form, on another rank, or beside a sharded model are not among the copies."""
+def test_weights_of_all_parts_are_checked() -> None:
+    """Weights that an engine saves in another form, on another rank, or beside a sharded model are checked, too."""
     other = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Linear(2, 1))
     for name, parameter in other.named_parameters():
         torch.nn.init.constant_(parameter, float("inf") if "bias" in name else 1.0)
     check = FinitenessCheck("r", "stop", warn=lambda _: None).weights_of(dlac.TorchState(other=other), 1)
-    dlac.TorchState(model=torch.nn.Linear(2, 1)).save(tmp_path, Copies(CopyMemory(), copied=check.copied).write)
     with pytest.raises(LossNotFinite, match=r"'other\.0\.bias'"):
         check.finish()
     beside = DistributedState(model=torch.nn.Linear(4, 1), average=other)

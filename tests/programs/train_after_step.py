@@ -1,12 +1,15 @@
 """A model whose script works on after `run.step_done`, as many do: schedule, average of the weights, and evaluation.
 
-Param `dies_at`: the first attempt dies at the begin of that step. The journal has the loss of each step and of each
-evaluation, whose loader is shuffled by a seed that it draws.
+Param `dies_at`: the first attempt dies at the begin of that step. Param `dies_copying`: so do the first attempts, one for each
+of these steps, while the state in memory of the step is copied. The journal has the loss of each step and of each evaluation,
+whose loader is shuffled by a seed that it draws.
 """
 
 import json
 import os
 import signal
+import threading
+import time
 from pathlib import Path
 
 import torch
@@ -14,6 +17,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
 import dlac_pipeline as dlac
+from dlac_pipeline.checkpoint import step_gate
+from dlac_pipeline.memory_states import save
+from dlac_pipeline.memory_states.memory_file import MemoryFile
 
 
 def evaluate(model: torch.nn.Module, held_out: TensorDataset) -> float:
@@ -24,10 +30,27 @@ def evaluate(model: torch.nn.Module, held_out: TensorDataset) -> float:
     return sum(losses)
 
 
+def die_copying(run: dlac.TrainingRun, step: int) -> None:
+    """Copy each state beside training, slowly, and die in the midst of the state after a step."""
+    save._LEAST_BESIDE_BYTES = step_gate._LEAST_BYTES = 1
+    write = MemoryFile.write
+
+    def write_slowly(file: MemoryFile, data: memoryview) -> int:
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(0.01)
+            if run.step == step and file._bytes > 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return write(file, data)
+
+    MemoryFile.write = write_slowly  # type: ignore[method-assign]  # as slow memory would
+
+
 def train(run: dlac.TrainingRun) -> None:
     """Train to the end of the order."""
     params = run.spec.params
-    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 1))
+    if deaths := params.get("dies_copying"):
+        die_copying(run, [0, *map(int, deaths.split(",")), 0][run.resume_point.attempt])
+    model = torch.nn.Sequential(torch.nn.Linear(4, 2048), torch.nn.Dropout(0.2), torch.nn.Linear(2048, 1))
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))  # type: ignore[no-untyped-call]  # so in torch
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)

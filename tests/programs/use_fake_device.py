@@ -132,7 +132,7 @@ def use_copies(folder: Path) -> dict[str, Any]:
     on_host, staged_bytes = Copies(CopyMemory()), []
     for tensor in (plain, plain.to_local()):
         on_host.write(folder / "state.pt", tensor)
-        staged_bytes.append(on_host.bytes)
+        staged_bytes.append(sum(each.nbytes() for each in on_host.storages))
     found = {
         "staged_bytes": staged_bytes,
         "sharded_on": staged["sharded"].to_local().device.type,

@@ -54,6 +54,7 @@ PRIVATE_NAMES = {
         "_get_backend",
         "_load_state_dict_pre_hooks",
         "_set_default_timeout",
+        "_version",
         "torch._weights_only_unpickler",
         "torch.distributed.checkpoint._traverse.set_element",
         "torch.distributed.checkpoint.default_planner._EmptyStateDictLoadPlanner",

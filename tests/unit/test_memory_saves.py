@@ -17,6 +17,7 @@ import torch
 from dlac_pipeline.checkpoint.collectives import RankTree
 from dlac_pipeline.checkpoint.engines import TorchState
 from dlac_pipeline.checkpoint.restore.resume_point import ResumePoint
+from dlac_pipeline.checkpoint.step_gate import StepGate
 from dlac_pipeline.checkpoint.step_sync import RankReport, StepSync
 from dlac_pipeline.elastic.ranks.rank import LAUNCH_VARIABLE
 from dlac_pipeline.lakehouse.errors import MemoryStateLost
@@ -42,6 +43,7 @@ class Rank:
         point: ResumePoint | None = None,
         loaded: states.MemoryState | None = None,
         hang_timeout_s: float = 10.0,
+        is_alone: bool = False,
         **changes: Any,
     ) -> None:
         spec = spec_of(home)
@@ -57,17 +59,19 @@ class Rank:
             first_rank_here=0,
             coordinate=ALL_SLOTS,
             is_first_of_node=True,
-            is_on_one_node=False,
+            is_on_one_node=is_alone,
             tree=RankTree(0, 1, None),
         )
         self.warnings: list[str] = []
-        self.engine = TorchState(model=torch.nn.Linear(250, 1, bias=False))
+        self.model = torch.nn.Linear(25_000, 1, bias=False)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
+        self.engine = TorchState(model=self.model, optimizer=self.optimizer)
         self.saves = MemorySaves(
             spec.model_copy(update={"checkpoint": checkpoint, "launch": launch}),
             point or fresh_start(),
             cast(Any, communicator),
             self.tracker,
-            cast(Any, SimpleNamespace(head=None, in_progress=list)),
+            cast(Any, SimpleNamespace(head=None, in_progress=list, gate=StepGate(self.engine))),
             self.warnings.append,
         )
         folder = states.memory_folder(spec)
@@ -154,6 +158,87 @@ def test_lower_of_two_costs_sets_the_pace(memory: Path, monkeypatch: pytest.Monk
     assert [rank.saves.is_due(step) for step in range(2, 5)] == [False, True, True], "the late copy is done"
     rank.saves.pause()
     assert [rank.saves.is_due(step) for step in range(1, 4)] == [False, True, True], "a checkpoint was taken"
+
+
+@pytest.fixture
+def training(memory: Path, monkeypatch: pytest.MonkeyPatch) -> Rank:
+    """A rank without other nodes, which trains while its small state is copied slowly."""
+    monkeypatch.setattr("dlac_pipeline.memory_states.save._LEAST_BESIDE_BYTES", 1)
+    monkeypatch.setattr("dlac_pipeline.checkpoint.step_gate._LEAST_BYTES", 1)
+    overwrite = MemoryFile.overwrite
+
+    def slowly(*arguments: Any) -> int:
+        time.sleep(0.05)
+        return overwrite(*arguments)
+
+    rank = Rank(memory, is_alone=True)
+    rank.model.weight.grad = torch.ones_like(rank.model.weight)
+    rank.step()
+    rank.optimizer.step()
+    monkeypatch.setattr(MemoryFile, "overwrite", slowly)
+    return rank
+
+
+def sync(rank: Rank) -> None:
+    """End a step, and receive the message of all ranks about it."""
+    rank.saves.step_done()
+    rank.saves.on_sync(replace(SYNC, memory_copied=rank.report.memory_copied, memory_failed=rank.report.memory_failed))
+
+
+def test_state_is_copied_beside_training(training: Rank) -> None:
+    """The next step of the optimizer waits for the copy, so that the state has the weights from before it."""
+    for step in (2, 3, 4):
+        sync(training)
+        before = training.model.weight.detach().clone()
+        assert step not in training.step()
+        training.optimizer.step()
+        sync(training)
+        (state,) = (each for each in states.read_states(training.folder.parent) if each.first.step == step)
+        assert torch.equal(torch.load(state.folder / "torch-state.pt")["model"]["weight"], before)
+
+
+def test_changed_state_is_left_out(training: Rank) -> None:
+    """Weights that change before the optimizer's step leave their state without a seal. The state before it stays whole."""
+    sync(training)
+    training.step()
+    training.model.weight.data.zero_()
+    training.optimizer.step()
+    sync(training)
+    assert "'model.weight'" in training.warnings[0]
+    assert [each.first.step for each in states.read_states(training.folder.parent)] == [1]
+    assert training.step() == [1, 3], "its slot is written again, at once"
+    sync(training)
+    assert training.step() == [3, 4]
+
+
+def test_failure_beside_training_is_reported(training: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that is full while training continues is reported after the step."""
+
+    def fail(*_: object) -> int:
+        raise OSError("no space")
+
+    monkeypatch.setattr(MemoryFile, "overwrite", fail)
+    sync(training)
+    training.step()
+    training.optimizer.step()
+    sync(training)
+    assert "no space" in training.warnings[0]
+    assert not training.folder.exists()
+
+
+def test_slower_step_is_a_cost(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step beside a copy that took 3 seconds counts as longer than others by these at the most."""
+    rank, now, copied = Rank(memory, memory_every_steps=0), [0.0], [0.0]
+    monkeypatch.setattr("dlac_pipeline.memory_states.save.time.monotonic", lambda: now[0])
+    monkeypatch.setattr(rank.saves, "_finish_copy", lambda: copied[0])
+    for seconds in (50.0, 50.0, 52.0):
+        now[0] += seconds
+        rank.saves.step_done()
+        rank.saves.save(rank.engine, rows=8)
+        rank.saves.on_sync(SYNC)
+    now[0], copied[0] = now[0] + 60.0, 3.0
+    rank.saves.step_done()
+    assert list(rank.saves._costs) == [3.0]
 
 
 def test_uncopied_states_are_kept_alone(rank: Rank) -> None:

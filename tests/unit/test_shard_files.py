@@ -62,11 +62,19 @@ def state_bytes(model: nn.Module) -> dict[str, tuple[Any, bytes]]:
     }
 
 
+@pytest.mark.parametrize("plan", ["new", "of the last save"])
 @pytest.mark.parametrize("writing", ["direct", "copies"])
-def test_unusual_tensors_are_restored_exactly(tmp_path: Path, writing: str) -> None:
+def test_unusual_tensors_are_restored_exactly(
+    tmp_path: Path, writing: str, plan: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also tied ones, views and complex numbers. Those of other types are in the second file, and can be exported."""
     model, writer = Unusual(1.0), make_writer(writing)
-    DistributedState(model=model).save(tmp_path, writer.write)
+    engine = DistributedState(model=model)
+    if plan != "new":
+        engine.save(tmp_path, lambda path, state: None)
+        model.get_buffer("scalar_").fill_(2.0)
+        monkeypatch.setattr("dlac_pipeline.checkpoint.engines.distributed_state.save", None)
+    engine.save(tmp_path, writer.write)
     writer.handed_over()
     expected = state_bytes(model)
     with torch.no_grad():

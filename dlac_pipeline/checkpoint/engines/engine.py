@@ -103,6 +103,10 @@ class Engine(EngineFiles, Protocol):
     def modules(self) -> Mapping[str, Any]:
         """Return the modules whose weights a checkpoint has, by name. Parts that are no modules may be among them."""
 
+    def optimizers(self) -> Sequence[Any]:
+        """Return optimizers whose tensors are copied until their next steps. None (most engines): all is copied at once."""
+        return ()
+
     def step_applied(self) -> bool:
         """Return False if the engine skipped the last optimizer step, as on an fp16 overflow. Most engines apply each."""
         return True

@@ -4,6 +4,8 @@ import copy
 import json
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from torch.distributed.checkpoint import planner as planners
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from dlac_pipeline.checkpoint.engines.safe_load import load_tensors, plain_state
@@ -27,6 +30,8 @@ _FORMAT_VERSION = 2
 INDEX = "shards-index.pt"
 Offsets = Mapping[str, Sequence[int]]
 """Place of a tensor's first element in the whole tensor, by name."""
+_Parts = tuple[dict[str, Any], Offsets, Sequence[tuple[str, Any]]]
+"""Tensors, their offsets, and other parts."""
 
 
 class _AsPlanned:
@@ -46,6 +51,18 @@ class _AsPlanned:
         return False
 
 
+@dataclass(kw_only=True, slots=True)
+class Layout:
+    """Places of a state's parts in the files of a rank, by the plan that DCP made with all ranks."""
+
+    rank: int
+    shapes: list[tuple[Any, ...]]
+    plan: planners.SavePlan
+    results: list[WriteResult]
+    index: dict[str, Any] | None = None
+    """The index, at the coordinator."""
+
+
 class ShardWriter(_AsPlanned, StorageWriter):
     """Passes every rank's parts, and at the coordinator the index, to `write`. A failure is kept for the vote: DCP continues."""
 
@@ -56,8 +73,30 @@ class ShardWriter(_AsPlanned, StorageWriter):
         self._write = write
         self._adopted = adopted
 
-    def write_data(self, plan: planners.SavePlan, planner: planners.SavePlanner) -> Future[list[WriteResult]]:
+    def write_data(self, plan: planners.SavePlan, planner: DefaultSavePlanner) -> Future[list[WriteResult]]:
         """This rank's parts: tensors in one file, other parts in another one."""
+        self.layout, parts = self._lay_out(plan, planner)
+        self._hand_over_parts(*parts)
+        return _done(self.layout.results)
+
+    def fits(self, last: "Layout | None", planner: DefaultSavePlanner, state: dict[str, Any]) -> bool:
+        """Lay a state out as the last one, and return whether that is right, so that `repeat` may hand it over."""
+        with suppress(Exception):  # DCP reports it
+            planner.set_up_planner(state)
+            if last is not None and _shapes(planner) == last.shapes:
+                self.set_up_storage_writer(False, rank=last.rank)
+                self.layout, self._parts = self._lay_out(last.plan, planner)
+                self.layout.index = last.index
+                return self.layout.results == last.results
+        return False
+
+    def repeat(self) -> None:
+        """Hand over a state that fits."""
+        self._hand_over_parts(*self._parts)
+        if self.layout.index is not None:
+            self._hand_over(INDEX, lambda: self.layout.index)
+
+    def _lay_out(self, plan: planners.SavePlan, planner: DefaultSavePlanner) -> "tuple[Layout, _Parts]":
         tensors: dict[str, Any] = {}
         offsets: dict[str, Sequence[int]] = {}
         others: list[tuple[str, Any]] = []
@@ -77,11 +116,14 @@ class ShardWriter(_AsPlanned, StorageWriter):
                     tensors[name] = part
                     offsets[name] = item.tensor_data.chunk.offsets
             results.append(WriteResult(index=item.index, size_in_bytes=0, storage_data=place))
+        layout = Layout(rank=self._rank, shapes=_shapes(planner), plan=plan, results=results)
+        return layout, (tensors, offsets, others)
+
+    def _hand_over_parts(self, tensors: dict[str, Any], offsets: Offsets, others: Sequence[tuple[str, Any]]) -> None:
         if tensors:
             self._hand_over(self._tensor_file, lambda: TensorFile(tensors, sharding_info(offsets)))
         if others:
             self._hand_over(self._other_file, lambda: [plain_state(part, at=name) for name, part in others])
-        return _done(results)
 
     def finish(self, metadata: metadatas.Metadata, results: list[list[WriteResult]]) -> None:
         """The index."""
@@ -103,10 +145,12 @@ class ShardWriter(_AsPlanned, StorageWriter):
             "places": [[one.index.fqn, _plain(one.index.offset), *one.storage_data] for one in places],
             "paths": {name: list(path) for name, path in metadata.planner_data.items()},
         }
+        self.layout.index = index
         self._hand_over(INDEX, lambda: plain_state(index, at="index"))
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Note the names of the rank's files."""
+        self._rank = kwargs["rank"]
         self._tensor_file = tensor_file(kwargs["rank"])
         self._other_file = f"shards-{kwargs['rank']:05d}.pt"
 
@@ -189,6 +233,17 @@ class PlainLoadPlanner(DefaultLoadPlanner):
     def load_bytes(self, read_item: planners.ReadItem, value: Any) -> None:
         """Put it where it belongs."""
         set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], value)
+
+
+def _shapes(planner: DefaultSavePlanner) -> list[tuple[Any, ...]]:
+    """Return what a plan depends on: the names of a state, and the kind, shape and shares of each tensor."""
+    return [
+        (name, planner.mappings[name], type(value), value.shape, value.dtype)
+        + ((value.placements, value.device_mesh) if isinstance(value, DTensor) else ())
+        if isinstance(value, torch.Tensor)
+        else (name, planner.mappings[name])
+        for name, value in planner.state_dict.items()
+    ]
 
 
 def whole_tensors(folder: Path, part: str) -> dict[str, torch.Tensor]:

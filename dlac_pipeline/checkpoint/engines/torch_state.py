@@ -93,6 +93,10 @@ class TorchState(Engine):
         """Return the parts."""
         return self._parts
 
+    def optimizers(self) -> list[Optimizer]:
+        """Return the parts that are optimizers."""
+        return [part for part in self._parts.values() if isinstance(part, Optimizer)]
+
     def _parameters(self) -> dict[str, Parameter]:
         """Return the parameters of the parts that are modules, by part and name in the bare model."""
         modules = {name: part for name, part in self._parts.items() if isinstance(part, Module)}

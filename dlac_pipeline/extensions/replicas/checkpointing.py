@@ -66,7 +66,7 @@ class ReplicaCheckpointing(Checkpointing):
     def restore(self, engine: object, parts: Mapping[str, Any]) -> None:
         """Take the group's state, and load the resume point into it, unless a peer has a newer state. Then join the peers."""
         if isinstance(engine, TorchFTState) and self._group.rejoins:
-            self.engine = adapt(engine, self._spec.checkpoint.engine, **parts)
+            self._take_engine(adapt(engine, self._spec.checkpoint.engine, **parts))
         else:
             super().restore(engine, parts)
         self._generators = None  # each step has seeded its own before the script gets the batch
@@ -92,6 +92,7 @@ class ReplicaCheckpointing(Checkpointing):
 
     def load_peer_state(self, state: dict[str, Any]) -> None:
         """Load the state of a peer. The reader follows, because each batch is read by its step."""
+        self._manager.gate.finish()
         self._torchft_state().load_peer_state(state["parts"])
         self.history.load(state["history"])
         self._tracker.step, self._tracker.cursors = state["run"]["step"], None

@@ -1,6 +1,6 @@
 """PyTorch state of a replica group, whose peers have the same state. The ranks of a group may share it out among them (FSDP2)."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +80,10 @@ class TorchFTState(Engine):
     def modules(self) -> Mapping[str, Any]:
         """Return the parts."""
         return self._saved.modules()
+
+    def optimizers(self) -> Sequence[Any]:
+        """Return the optimizers."""
+        return self._saved.optimizers()
 
     def peer_state(self) -> dict[str, Any]:
         """Return this rank's state of all parts, for a peer."""

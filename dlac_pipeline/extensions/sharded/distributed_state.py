@@ -17,10 +17,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from dlac_pipeline.checkpoint.collectives import RankTree
 from dlac_pipeline.checkpoint.engines.engine import Engine, Weights
 from dlac_pipeline.checkpoint.engines.exact_load import load_exactly
 from dlac_pipeline.checkpoint.engines.rank_buffers import load_buffers, save_buffers
 from dlac_pipeline.checkpoint.engines.shards import (
+    Layout,
     PlainLoadPlanner,
     PlainSavePlanner,
     ShardReader,
@@ -46,19 +48,33 @@ class DistributedState(Engine):
         """Raise `ScriptInvalid` if an optimizer has a parameter that the model does not have."""
         reshard(model)
         self._model = model
-        self._optimizers = OptimizerStates(model, [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer))
+        self._own = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        self._optimizers = OptimizerStates(model, self._own)
         self._optimizers.check()
         self._rest = TorchState(**parts)
+        self._layout: Layout | None = None
+        """Layout of the last save, at all ranks or at none. A plan takes DCP as long as a copy."""
+        self._tree: RankTree | None = None
+
+    def take_ranks(self, tree: RankTree, *, lists: bool) -> None:
+        """Receive the ranks that save together."""
+        self._tree = tree
 
     def save(self, folder: Path, write: Write) -> None:
         """Every rank's parts and an index."""
-        writer = ShardWriter(folder, write)
+        writer, planner, last = ShardWriter(folder, write), PlainSavePlanner(), self._layout
+        self._layout = None
         with _together(folder) as alone:
             state = {
                 "model": _with_whole_values(get_model_state_dict(self._model)),
                 "optimizer": self._optimizers.state(),
             }
-            save(state, storage_writer=writer, planner=PlainSavePlanner(), no_dist=alone)
+            if self._agree(writer.fits(last, planner, state)):
+                writer.repeat()
+            else:
+                save(state, storage_writer=writer, planner=planner, no_dist=alone)
+        if alone or self._tree is not None:
+            self._layout = writer.layout
         save_buffers(folder, {"model": self._model}, write)
         self._rest.save(folder, write)
         if writer.failure is not None:
@@ -110,9 +126,17 @@ class DistributedState(Engine):
             )
         return whole_tensors(folder, "optimizer")
 
+    def _agree(self, is_right: bool) -> bool:
+        """Return whether something is right at all ranks. Collective."""
+        return not self._tree.broadcast(self._tree.lowest(b"" if is_right else b"-")) if self._tree else is_right
+
     def modules(self) -> Mapping[str, Any]:
         """Return the sharded model and all further parts."""
         return {"model": self._model, **self._rest.modules()}
+
+    def optimizers(self) -> list[Optimizer]:
+        """Return the optimizers of the sharded model, and further parts that are some."""
+        return [*self._own, *self._rest.optimizers()]
 
 
 def _with_whole_values(model: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,165 @@
+"""Copies beside training: a step of an optimizer waits for the copies of its tensors, and all else is copied at once."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils._pytree import tree_leaves
+
+from dlac_pipeline.checkpoint import step_gate
+from dlac_pipeline.checkpoint.engines import TorchState
+from dlac_pipeline.checkpoint.stage.copies import Copies, CopyMemory, StateChanged, in_thread
+from dlac_pipeline.checkpoint.step_gate import StepGate
+
+DELAY_S = 0.02
+KINDS = ("foreach", "fused", "lbfgs", "gan", "tied", "frozen", "replaced", "accumulates", "skips")
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copy small tensors beside training, too."""
+    monkeypatch.setattr(step_gate, "_LEAST_BYTES", 1)
+
+
+class Script:
+    """A script in small: two layers, an optimizer, and what `kind` adds to them."""
+
+    def __init__(self, kind: str) -> None:
+        torch.manual_seed(0)
+        self.kind = kind
+        self.model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6), nn.Linear(6, 6))
+        if kind == "tied":
+            self.model[3].weight = self.model[2].weight
+        trained = [*self.model[:3].parameters()]
+        options: dict[str, Any] = {"fused": True} if kind == "fused" else {"foreach": True}
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(trained, lr=0.01, **options)
+        if kind == "lbfgs":
+            self.optimizer = torch.optim.LBFGS(trained, max_iter=3)
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
+        self.average = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))  # type: ignore[no-untyped-call]
+        self.parts = {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "average": self.average,
+            "schedule": self.schedule,
+        }
+        if kind == "gan":
+            self.critic = nn.Linear(6, 1)
+            self.other = torch.optim.SGD(self.critic.parameters(), lr=0.1, momentum=0.9)
+            self.parts |= {"critic": self.critic, "other": self.other}
+
+    def step(self, number: int) -> float:
+        """Do a step, and the work after it."""
+        if self.kind == "frozen":  # no optimizer has the last layer
+            self.model[3].weight.data.mul_(0.9)
+        if self.kind == "replaced":
+            self.model[0].weight.data = self.model[0].weight.data * 0.9
+        if self.kind == "accumulates":
+            self.loss(number + 100)
+        loss = self.loss(number)
+        if self.kind == "gan" and number % 2:
+            self.other.step()
+            self.other.zero_grad()
+        clip_grad_norm_(self.model.parameters(), 0.5)
+        if self.kind != "skips" or number not in (2, 4):
+            self.optimizer.step(partial(self.loss, number, only=True) if self.kind == "lbfgs" else None)  # type: ignore[arg-type]
+        self.optimizer.zero_grad()
+        self.schedule.step()
+        self.average.update_parameters(self.model)
+        return loss.item()
+
+    def loss(self, number: int, *, only: bool = False) -> torch.Tensor:
+        """Return the loss of a batch, and add its gradients, or replace all by them."""
+        if only:
+            self.optimizer.zero_grad()
+        x = torch.sin(torch.arange(24.0).reshape(4, 6) + number)
+        out = self.model(x)
+        loss: torch.Tensor = ((self.critic(out) if self.kind == "gan" else out) ** 2).mean()
+        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        return loss
+
+
+def begin_copy(gate: StepGate, engine: TorchState, found: dict[str, Any], *, streams: bool) -> Future[Any]:
+    """Begin to copy the state of an engine slowly, and return the end to come."""
+
+    def save(state: Any, path: Path) -> None:
+        time.sleep(DELAY_S)
+        found[path.name] = copy.deepcopy(state)
+
+    def finish() -> None:
+        time.sleep(DELAY_S)
+        copies.finish()
+
+    copies = Copies(CopyMemory(), save, stable=gate.stable(), streams=streams)
+    engine.save(Path(), copies.write)
+    copies.handed_over()
+    copied = in_thread(finish, "copy")
+    gate.hold(copies.wait)
+    return copied
+
+
+def saved_state(engine: TorchState) -> Any:
+    """Return a state that is copied at once."""
+    found: dict[str, Any] = {}
+    engine.save(Path(), lambda path, state: found.update({path.name: copy.deepcopy(state)}))
+    return found
+
+
+@pytest.mark.parametrize("streams", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_is_of_its_step(kind: str, streams: bool) -> None:
+    """A state has what it had at the request for the next batch, though it is read later, and losses are the same to the bit."""
+    script, other = Script(kind), Script(kind)
+    engine = TorchState(**script.parts)
+    gate, losses, beside = StepGate(engine), [script.step(0)], 0
+    undisturbed = [other.step(number) for number in range(6)]
+    for number in range(1, 6):
+        gate.finish()
+        expected, found = saved_state(engine), {}
+        copied = begin_copy(gate, engine, found, streams=streams)
+        beside += bool(gate.stable())
+        losses.append(script.step(number))
+        copied.result()
+        pairs = zip(tree_leaves(found), tree_leaves(expected), strict=True)
+        assert all(torch.equal(each, was) if isinstance(was, torch.Tensor) else each == was for each, was in pairs)
+    assert losses == undisturbed
+    assert beside == 4
+
+
+CHANGES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "in place": lambda weight: weight.detach().mul_(0.5),
+    "unversioned": lambda weight: weight.data.mul_(0.5),
+}
+
+
+@pytest.mark.parametrize("streams", [True, False])
+@pytest.mark.parametrize("change", CHANGES)
+def test_changed_state_is_refused(change: str, streams: bool) -> None:
+    """Weights that a script changes before the optimizer's step are named. If the first step has it, they are copied at once."""
+    script = Script("foreach")
+    engine = TorchState(**script.parts)
+    gate = StepGate(engine)
+    script.step(0)
+    assert not gate.stable()
+    script.step(1)
+    copied = begin_copy(gate, engine, {}, streams=streams)
+    CHANGES[change](script.model[0].weight)
+    script.step(2)
+    with pytest.raises(StateChanged, match=r"'model\.0\.weight'"):
+        copied.result()
+    again = StepGate(engine)
+    assert not again.stable()
+    CHANGES[change](script.model[0].weight)
+    script.step(3)
+    assert not again.stable()
