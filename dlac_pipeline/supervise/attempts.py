@@ -2,7 +2,7 @@
 
 from dlac_pipeline.elastic.round import Round
 from dlac_pipeline.lakehouse.ledger.commits import new_nonce
-from dlac_pipeline.memory_states.fetch import NodeMemory
+from dlac_pipeline.memory_states.node_memory import open_memory
 from dlac_pipeline.supervise.attempt import SupervisedAttempt
 from dlac_pipeline.supervise.failure import Failure
 from dlac_pipeline.supervise.follower_attempt import FollowerAttempt
@@ -20,7 +20,7 @@ class Attempts:
 
     def __init__(self, supervision: Supervision, starter: RankStarter, events: RunEvents) -> None:
         spec = supervision.spec
-        self.memory = NodeMemory(spec, name=f"{spec.run}@{supervision.ledger_uuid}")
+        self.memory = open_memory(spec, name=f"{spec.run}@{supervision.ledger_uuid}")
         self.recorder = BackgroundRecorder(supervision.lakehouse, spec, stop=supervision.stops.stop)
         self.starter = starter
         self._supervision = supervision

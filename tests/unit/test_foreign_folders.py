@@ -11,12 +11,12 @@ import pytest
 
 from dlac_pipeline.checkpoint.commit.local_copies import LocalCopies
 from dlac_pipeline.checkpoint.store import Tiers
+from dlac_pipeline.extensions.buddies.server import home_of
 from dlac_pipeline.lakehouse.errors import StoreUnavailable
 from dlac_pipeline.lakehouse.own_folders import open_own, remove_own
 from dlac_pipeline.lakehouse.store_files import StoreFiles
 from dlac_pipeline.memory_states import states
 from dlac_pipeline.memory_states.memory_file import MemoryFile
-from dlac_pipeline.memory_states.server import home_of
 from dlac_pipeline.memory_states.states import MemoryState
 from dlac_pipeline.supervise.ranks.launch_folders import forget_launches
 from dlac_pipeline.supervise.ranks.rank_logs import cut_middle

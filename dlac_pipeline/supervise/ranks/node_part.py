@@ -4,7 +4,7 @@ from pathlib import Path
 
 from dlac_pipeline.checkpoint.restore.resume_point import FromMemory, ResumePoint
 from dlac_pipeline.elastic.round import Round
-from dlac_pipeline.memory_states.fetch import NodeMemory
+from dlac_pipeline.memory_states.node_memory import NodeMemory
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.ranks.launch_folders import (
     KEEP_LAUNCHES,

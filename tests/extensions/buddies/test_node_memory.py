@@ -17,12 +17,13 @@ import pytest
 from dlac_pipeline.checkpoint.restore.resume_point import ResumePoint, resume_point_of
 from dlac_pipeline.elastic.rank_assignment import Member, Offer, RoundPlan
 from dlac_pipeline.elastic.round import Round
-from dlac_pipeline.memory_states import buddy, server, states, transfer
-from dlac_pipeline.memory_states.buddy import BuddyCopies
-from dlac_pipeline.memory_states.fetch import NodeMemory
-from dlac_pipeline.memory_states.server import MemoryServer, WriteTurn
+from dlac_pipeline.extensions.buddies import buddy, server, transfer
+from dlac_pipeline.extensions.buddies.buddy import BuddyCopies
+from dlac_pipeline.extensions.buddies.fetch import BuddyMemory
+from dlac_pipeline.extensions.buddies.server import MemoryServer, WriteTurn
+from dlac_pipeline.extensions.buddies.transfer import Address, Connection, TransferRefused, key_of
+from dlac_pipeline.memory_states import states
 from dlac_pipeline.memory_states.states import Part
-from dlac_pipeline.memory_states.transfer import Address, Connection, TransferRefused, key_of
 from tests.conftest import wait_until
 from tests.memory_states import HERE, OWN, folder_in, fresh_start, keep, part_of, point_of, spec_of
 
@@ -33,7 +34,7 @@ KEY = key_of("a secret of two nodes", "r@ledger")
 class Nodes:
     """Nodes of one rank each, in one round."""
 
-    memories: list[NodeMemory]
+    memories: list[BuddyMemory]
     folders: list[Path]
     rounds: list[Round]
 
@@ -48,7 +49,7 @@ def nodes(home: Path, count: int) -> Iterator[Nodes]:
     specs = [spec_of(home / f"node-{place}") for place in range(count)]
     folders = [folder for spec in specs if (folder := states.memory_folder(spec)) is not None]
     with ExitStack() as stack:
-        memories = [stack.enter_context(closing(NodeMemory(spec, name="r@ledger"))) for spec in specs]
+        memories = [stack.enter_context(closing(BuddyMemory(spec, name="r@ledger"))) for spec in specs]
         ports = [each.serve(HERE, "a secret of two nodes") for each in memories]
         offers = [Offer(host=f"h{port}", address=HERE, ranks=1, memory_port=port) for port in ports]
         members = tuple(
@@ -512,7 +513,7 @@ def test_node_without_memory_takes_no_state(tmp_path: Path, lacks: str, monkeypa
 
 def test_slow_fetch_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks have less time than to start, and read a checkpoint then."""
-    monkeypatch.setattr("dlac_pipeline.memory_states.fetch.FETCH_SHARE", 0.0)
+    monkeypatch.setattr("dlac_pipeline.extensions.buddies.fetch.FETCH_SHARE", 0.0)
     with nodes(tmp_path, 2) as found:
         for rank, folder in enumerate(found.folders):
             keep(folder, part_of(rank, world_size=2))

@@ -11,13 +11,14 @@ from functools import partial
 from pathlib import Path
 
 from dlac_pipeline.checkpoint.restore.resume_point import FromMemory, ResumePoint, Source
-from dlac_pipeline.elastic.rank_assignment import Member, Share
+from dlac_pipeline.elastic.rank_assignment import Member
 from dlac_pipeline.elastic.round import Round
+from dlac_pipeline.extensions.buddies.buddy import BuddyCopies
+from dlac_pipeline.extensions.buddies.server import FETCH, LIST, TIMEOUT_S, MemoryServer, WriteTurn
+from dlac_pipeline.extensions.buddies.transfer import Address, Connection, Guard, key_of, receive_parts
 from dlac_pipeline.memory_states import states
-from dlac_pipeline.memory_states.buddy import BuddyCopies
-from dlac_pipeline.memory_states.server import FETCH, LIST, TIMEOUT_S, MemoryServer, WriteTurn
+from dlac_pipeline.memory_states.node_memory import NodeMemory, forget_unkept, ranks_of
 from dlac_pipeline.memory_states.states import FindStates, MemoryState, Part, RankState
-from dlac_pipeline.memory_states.transfer import Address, Connection, Guard, key_of, receive_parts
 from dlac_pipeline.spec.job_spec import JobSpec
 
 _MOST_THREADS = 32
@@ -49,14 +50,11 @@ class _Attempt:
     ended: threading.Event = field(default_factory=threading.Event)
 
 
-class NodeMemory:
+class BuddyMemory(NodeMemory):
     """Memory states of a run on this node and, through the servers of further nodes, in a round."""
 
     def __init__(self, spec: JobSpec, *, name: str) -> None:
-        """`name` distinguishes the run among all runs whose nodes share a secret."""
-        self._folder = states.memory_folder(spec)
-        self._launch = spec.launch
-        self._name = name
+        super().__init__(spec, name=name)
         self._key = b""
         self._server: MemoryServer | None = None
         self._warned_of_host = False
@@ -74,13 +72,13 @@ class NodeMemory:
 
         `secret` is shared by the nodes of the run. They authenticate each other with a key that is derived from it.
         """
-        if self._folder is None or self._launch.max_nodes == 1:
+        if self.folder is None:
             return 0
         if self._address[0] != address:
             self.close()
-            self._key = key_of(secret, self._name)
+            self._key = key_of(secret, self.name)
             with suppress(OSError):
-                self._server = MemoryServer(address, self._folder, self._key)
+                self._server = MemoryServer(address, self.folder, self._key)
         return self._address[1]
 
     def find(self, round_: Round) -> FindStates:
@@ -90,20 +88,20 @@ class NodeMemory:
         """
         share, others = round_.share, [round_.members[place] for place in round_.others]
         is_served = self._server is not None and all(member.offer.memory_port for member in others)
-        if self._folder is None or (others and not is_served):
+        if self.folder is None or (others and not is_served):
             return list
         with ThreadPoolExecutor(_MOST_THREADS) as pool:
             elsewhere = dict(zip(map(_address_of, others), pool.map(self._list, others), strict=True))
-        room = states.room_for_states(self._folder.parents[1])
-        here = NodeStates(ranks=_ranks_of(share), parts=[], room=room)
-        return partial(_find_states, self._folder, {self._address: here, **elsewhere})
+        room = states.room_for_states(self.folder.parents[1])
+        here = NodeStates(ranks=ranks_of(share), parts=[], room=room)
+        return partial(_find_states, self.folder, {self._address: here, **elsewhere})
 
     def begin(self, point: ResumePoint, round_: Round) -> None:
         """Fetch the state of a resume point, if it is in memory, and then copy the states of its attempt. Returns at once."""
         self.end()
-        folder = self._folder
+        folder = self.folder
         self._current = current = _Attempt(
-            ranks=_ranks_of(round_.share),
+            ranks=ranks_of(round_.share),
             folder=None if folder is None else states.attempt_folder(folder, point.attempt, point.nonce),
             guard=self._turns.take(),
         )
@@ -133,7 +131,7 @@ class NodeMemory:
             )
         address = _address_of(buddy) if buddy.offer.memory_port else None
         copies = BuddyCopies(current.folder, current.ranks, address, self._key)
-        copies.run(current.ended, patience_s=2 * self._launch.node_timeout_s, warn=self._warnings.append)
+        copies.run(current.ended, patience_s=2 * self.launch.node_timeout_s, warn=self._warnings.append)
 
     def local_point(self) -> FromMemory | None:
         """Return the resume point in memory for this node's ranks, once its state is here. They fail if it was lost."""
@@ -153,16 +151,7 @@ class NodeMemory:
         current.ended.set()
         if current.folder is not None:
             states.remove(states.fetched_folder(current.folder, current.ranks[0]))
-            own = f"{current.folder.name}/"
-            parts = states.read_parts(current.folder.parent)
-            if not any(part.slot.startswith(own) and part.state.rank in current.ranks for part in parts):
-                states.remove(current.folder)
-                states.remove_if_empty(current.folder.parent)
-
-    def forget(self) -> None:
-        """Remove the memory states of the run on this node."""
-        if self._folder is not None:
-            states.remove(self._folder)
+            forget_unkept(current.folder, current.ranks)
 
     def close(self) -> None:
         """Stop serving."""
@@ -182,7 +171,7 @@ class NodeMemory:
             for slot, seal in answer["parts"]:
                 with suppress(ValueError):  # another version
                     found.append(Part(str(slot), states.parse_seal(seal)))
-        return NodeStates(ranks=_ranks_of(member), parts=found, room=room)
+        return NodeStates(ranks=ranks_of(member), parts=found, room=room)
 
     def _fetch(self, point: FromMemory, current: _Attempt, world_size: int) -> FromMemory:
         """Return a resume point with a folder of this node, after all parts of its state that its ranks need have been fetched.
@@ -198,11 +187,11 @@ class NodeMemory:
 
     def _find_or_fetch(self, point: FromMemory, current: _Attempt, world_size: int) -> Path | None:
         """Return the slot of a state: its attempt's slot if this node has all of it. Otherwise fetch the missing parts."""
-        if self._folder is None or current.folder is None or not point.folder:
+        if self.folder is None or current.folder is None or not point.folder:
             return None
-        slot = states.slot_at(self._folder, states.slot_name(Path(point.folder)))
-        name, until = states.slot_name(slot), time.monotonic() + FETCH_SHARE * self._launch.start_timeout_s
-        own = [part for part in states.read_parts(self._folder) if (part.slot, part.state.step) == (name, point.step)]
+        slot = states.slot_at(self.folder, states.slot_name(Path(point.folder)))
+        name, until = states.slot_name(slot), time.monotonic() + FETCH_SHARE * self.launch.start_timeout_s
+        own = [part for part in states.read_parts(self.folder) if (part.slot, part.state.step) == (name, point.step)]
         if len(own) == point.world_size:
             return slot
         target = states.slot_at(states.fetched_folder(current.folder, current.ranks[0]), name)
@@ -248,10 +237,6 @@ def _sources_of(state: MemoryState, nodes: Mapping[Address, NodeStates]) -> list
 
 def _address_of(member: Member) -> Address:
     return member.offer.address, member.offer.memory_port
-
-
-def _ranks_of(node: Member | Share) -> range:
-    return range(node.first_rank, node.first_rank + node.ranks)
 
 
 def _ranks_in(parts: Sequence[Part], state: MemoryState) -> set[int]:

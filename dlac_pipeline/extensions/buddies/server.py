@@ -12,9 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dlac_pipeline.memory_states import states
-from dlac_pipeline.memory_states.states import RankState
-from dlac_pipeline.memory_states.transfer import (
+from dlac_pipeline.extensions.buddies.transfer import (
     Address,
     Connection,
     Guard,
@@ -22,6 +20,8 @@ from dlac_pipeline.memory_states.transfer import (
     receive_parts,
     send_parts,
 )
+from dlac_pipeline.memory_states import states
+from dlac_pipeline.memory_states.states import RankState
 
 LIST, FETCH, STORE = "list", "fetch", "store"
 """Operations of a connection."""

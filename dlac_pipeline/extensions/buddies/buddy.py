@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from dlac_pipeline.extensions.buddies.server import STORE, TIMEOUT_S, home_of
+from dlac_pipeline.extensions.buddies.transfer import Address, Connection, Sent, send_parts
 from dlac_pipeline.memory_states import states
-from dlac_pipeline.memory_states.server import STORE, TIMEOUT_S, home_of
-from dlac_pipeline.memory_states.transfer import Address, Connection, Sent, send_parts
 
 _LOOKS_PER_STATE = 20
 """Looks for a new state in the time between two."""
