@@ -74,7 +74,8 @@ class WeightsCheck:
 
     def finish(self) -> None:
         """Check the weights as they are now, and report. If all sums are finite, each accelerator is waited for once."""
-        weights, sums = list(_weights(self._engine)), defaultdict(list)
+        weights = list(_weights(self._engine))
+        sums: defaultdict[torch.device, list[torch.Tensor]] = defaultdict(list)
         with suppress(NotImplementedError):  # a type without arithmetic, such as float8
             for _, tensor in weights:
                 sums[tensor.device].append(tensor.sum().abs().float())

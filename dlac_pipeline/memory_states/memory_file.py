@@ -39,9 +39,9 @@ class MemoryFile:
         self._mapper: Thread | None = None
         self._bytes = 0
         self._failure: OSError | None = None
-        self._read: Callable[[int], None]
+        self._read: Callable[[int], None] | None = None
 
-    def overwrite(self, state: Any, read: Callable[[int], None] = lambda _: None) -> int:
+    def overwrite(self, state: Any, read: Callable[[int], None] | None = None) -> int:
         """Write a state, and return its size. The file has this size only afterwards. Raise `OSError` if memory is full.
 
         `read` is given the address of each part of the state that was read just now.
@@ -77,7 +77,8 @@ class MemoryFile:
                 rest = rest[written:]
         except OSError as err:
             self._failure = err
-        self._read(np.frombuffer(data, np.uint8).ctypes.data)
+        if self._read is not None:
+            self._read(np.frombuffer(data, np.uint8).ctypes.data)
         return len(data)
 
     def flush(self) -> None:

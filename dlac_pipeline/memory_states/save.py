@@ -21,7 +21,7 @@ from dlac_pipeline.checkpoint.interval_choice import Choice, Cost, Failures, Lim
 from dlac_pipeline.checkpoint.manager import CheckpointManager
 from dlac_pipeline.checkpoint.restore.resume_point import FromMemory, ResumePoint
 from dlac_pipeline.checkpoint.rng import save_rng
-from dlac_pipeline.checkpoint.stage.copies import Copies, CopyMemory, Direct, StateChanged, in_thread
+from dlac_pipeline.checkpoint.stage.copies import Copies, CopyMemory, Direct, StateChanged, Writer, in_thread
 from dlac_pipeline.checkpoint.stage.watch import Key
 from dlac_pipeline.checkpoint.step_sync import RankReport, StepSync
 from dlac_pipeline.elastic.ranks.communicator import Communicator
@@ -251,7 +251,7 @@ class MemorySaves:
         began, stable = time.monotonic(), self._stable()
 
         def overwrite(state: Any, path: Path) -> None:
-            read = writer.watch.compare if isinstance(writer, Copies) else lambda _: None
+            read = writer.watch.compare if isinstance(writer, Copies) else None
             sealed.files.append((str(path.relative_to(slot)), self._files[path].overwrite(state, read)))
 
         def write(path: Path, state: Any) -> None:
@@ -268,7 +268,7 @@ class MemorySaves:
                 writer.close()
             return time.monotonic() - began
 
-        writer = Copies(self._memory, overwrite, stable=stable, streams=True) if stable else Direct(overwrite)
+        writer: Writer = Copies(self._memory, overwrite, stable=stable, streams=True) if stable else Direct(overwrite)
         engine.save(slot, write)
         save_rng(slot, sealed.rank, write)
         if failure is not None:

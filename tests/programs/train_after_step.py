@@ -42,7 +42,7 @@ def die_copying(run: dlac.TrainingRun, step: int) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
         return write(file, data)
 
-    MemoryFile.write = write_slowly  # type: ignore[method-assign]  # as slow memory would
+    MemoryFile.write = write_slowly  # type: ignore[assignment, method-assign]  # as slow memory
 
 
 def train(run: dlac.TrainingRun) -> None:

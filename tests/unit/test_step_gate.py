@@ -38,9 +38,10 @@ class Script:
     def __init__(self, kind: str) -> None:
         torch.manual_seed(0)
         self.kind = kind
-        self.model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6), nn.Linear(6, 6))
+        self.first, middle, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.model = nn.Sequential(self.first, nn.BatchNorm1d(6), middle, self.last)
         if kind == "tied":
-            self.model[3].weight = self.model[2].weight
+            self.last.weight = middle.weight
         trained = [*self.model[:3].parameters()]
         options: dict[str, Any] = {"fused": True} if kind == "fused" else {"foreach": True}
         self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(trained, lr=0.01, **options)
@@ -48,7 +49,7 @@ class Script:
             self.optimizer = torch.optim.LBFGS(trained, max_iter=3)
         self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
         self.average = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))  # type: ignore[no-untyped-call]
-        self.parts = {
+        self.parts: dict[str, Any] = {
             "model": self.model,
             "optimizer": self.optimizer,
             "average": self.average,
@@ -62,9 +63,9 @@ class Script:
     def step(self, number: int) -> float:
         """Do a step, and the work after it."""
         if self.kind == "frozen":  # no optimizer has the last layer
-            self.model[3].weight.data.mul_(0.9)
+            self.last.weight.data.mul_(0.9)
         if self.kind == "replaced":
-            self.model[0].weight.data = self.model[0].weight.data * 0.9
+            self.first.weight.data = self.first.weight.data * 0.9
         if self.kind == "accumulates":
             self.loss(number + 100)
         loss = self.loss(number)
@@ -126,7 +127,7 @@ def test_state_is_of_its_step(kind: str, streams: bool) -> None:
     undisturbed = [other.step(number) for number in range(6)]
     for number in range(1, 6):
         gate.finish()
-        expected, found = saved_state(engine), {}
+        expected, found = saved_state(engine), dict[str, Any]()
         copied = begin_copy(gate, engine, found, streams=streams)
         beside += bool(gate.stable())
         losses.append(script.step(number))
@@ -154,12 +155,12 @@ def test_changed_state_is_refused(change: str, streams: bool) -> None:
     assert not gate.stable()
     script.step(1)
     copied = begin_copy(gate, engine, {}, streams=streams)
-    CHANGES[change](script.model[0].weight)
+    CHANGES[change](script.first.weight)
     script.step(2)
     with pytest.raises(StateChanged, match=r"'model\.0\.weight'"):
         copied.result()
     again = StepGate(engine)
     assert not again.stable()
-    CHANGES[change](script.model[0].weight)
+    CHANGES[change](script.first.weight)
     script.step(3)
     assert not again.stable()

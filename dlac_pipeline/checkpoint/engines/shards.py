@@ -73,7 +73,7 @@ class ShardWriter(_AsPlanned, StorageWriter):
         self._write = write
         self._adopted = adopted
 
-    def write_data(self, plan: planners.SavePlan, planner: DefaultSavePlanner) -> Future[list[WriteResult]]:
+    def write_data(self, plan: planners.SavePlan, planner: planners.SavePlanner) -> Future[list[WriteResult]]:
         """This rank's parts: tensors in one file, other parts in another one."""
         self.layout, parts = self._lay_out(plan, planner)
         self._hand_over_parts(*parts)
@@ -96,7 +96,7 @@ class ShardWriter(_AsPlanned, StorageWriter):
         if self.layout.index is not None:
             self._hand_over(INDEX, lambda: self.layout.index)
 
-    def _lay_out(self, plan: planners.SavePlan, planner: DefaultSavePlanner) -> "tuple[Layout, _Parts]":
+    def _lay_out(self, plan: planners.SavePlan, planner: Any) -> "tuple[Layout, _Parts]":
         tensors: dict[str, Any] = {}
         offsets: dict[str, Sequence[int]] = {}
         others: list[tuple[str, Any]] = []
@@ -235,7 +235,7 @@ class PlainLoadPlanner(DefaultLoadPlanner):
         set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], value)
 
 
-def _shapes(planner: DefaultSavePlanner) -> list[tuple[Any, ...]]:
+def _shapes(planner: Any) -> list[tuple[Any, ...]]:
     """Return what a plan depends on: the names of a state, and the kind, shape and shares of each tensor."""
     return [
         (name, planner.mappings[name], type(value), value.shape, value.dtype)
