@@ -34,6 +34,7 @@ def rows_of(random: np.random.Generator, first: int, count: int) -> pa.Table:
     return pa.table(
         {
             "row_id": pa.array(np.arange(first, first + count)),
+            "even": pa.array(np.arange(count) % 2 == 0),
             "pair": pa.array(list(random.random((count, 2), dtype=np.float32)), pa.list_(pa.float32())),
             "short": pa.array(texts(12)),
             "long": pa.array(texts(2000)),
@@ -49,7 +50,7 @@ def spec_of(arena: Arena, random: np.random.Generator) -> JobSpec:
     """Return a job over one table or two, in any order, with or without dead rows."""
 
     def source(table: str) -> dict[str, object]:
-        columns = ["row_id", "pair", "short", "long", "numbers", "maybe", "wide"]
+        columns = ["row_id", "even", "pair", "short", "long", "numbers", "maybe", "wide"]
         declared = {"ragged": ["numbers"], "nullable": ["maybe", "wide"]}
         kept = "kind < 3" if random.integers(2) else None
         return {"table": table, "columns": columns, **declared, "row_filter": kept}
@@ -72,12 +73,13 @@ def facts_of(batches: Iterable[Batch]) -> list[object]:
 
 
 def check_rows(batch: Batch, rows: dict[int, dict[str, Any]]) -> None:
-    """Check that every slot has the values of its row."""
-    for slot in batch.valid.nonzero().flatten().tolist():
-        for name, value in rows[batch["row_id"][slot].item()].items():
+    """Check that every slot has the values of its row, or is empty."""
+    for slot, here in enumerate(batch.valid.tolist()):
+        values = rows[batch["row_id"][slot].item()] if here else dict.fromkeys(rows[0])
+        for name, value in values.items():
             begins = batch.tensors.get(f"{name}.offsets", torch.arange(len(batch.valid) + 1))
             found = batch[name][begins[slot] : begins[slot + 1]].flatten().tolist()
-            content = value.encode() if isinstance(value, str) else value
+            content = [value] if isinstance(value, bool) else value.encode() if isinstance(value, str) else value
             assert found == ([0] * len(found) if content is None else [*content]), name
 
 
