@@ -258,7 +258,9 @@ class RowStream:
         used = np.zeros(len(until), dtype=np.int64)
         for segment in self._segments:
             first = max(self._at, segment.start)
-            stops = np.clip(self._at + until, first, segment.stop) - segment.start
+            if first > self._at + int(until[-1]):
+                break
+            stops = np.minimum(np.maximum(self._at + until, first), segment.stop) - segment.start
             for column in segment.columns.values():
                 if column.offsets is not None:
                     used += (column.offsets[stops] - column.offsets[first - segment.start]) * column.values.itemsize
