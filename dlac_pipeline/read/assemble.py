@@ -6,17 +6,13 @@ from functools import partial
 from itertools import pairwise
 
 import numpy as np
-import pyarrow as pa
 
 from dlac_pipeline.lakehouse.errors import UnsupportedColumn
-from dlac_pipeline.lakehouse.iceberg.columns import byte_strings_in
 from dlac_pipeline.read.memory import Buffers
 from dlac_pipeline.rows.columns import Array, Column, ColumnKind, Ints
 
-_ONE_BY_ONE_BYTES = 1024
-"""Values of this length on average are copied one by one. Shorter ones are laid side by side first."""
-_CALL_BYTES = 2**16
-"""Rows of fewer bytes are not worth a call of their own: so many are gathered in a processor's cache, then copied."""
+_CALL_BYTES = 2**14
+"""Copies of so many bytes let other threads run."""
 Piece = tuple[Column, Ints, Ints]
 """Rows of a column, and the slots of the batch that they go to, one slot per row."""
 
@@ -40,8 +36,8 @@ def assemble(
     return found
 
 
-RunPiece = tuple[Column, Ints | slice, Ints | None, slice]
-"""Rows of a column, the places that they fill, batch * width + slot (None: all of them, in order), and their slots."""
+RunPiece = tuple[Column, Ints | slice, Ints | int, slice]
+"""Rows of a column, the places that they fill (batch * width + slot, or the first of consecutive ones), and their slots."""
 
 
 BatchArrays = Array | list[Array]
@@ -77,23 +73,21 @@ def _dense_run(
     return {kind.name: values}
 
 
-def _spread(out: Array, values: Array, rows: Ints | slice, places: Ints | None) -> None:
+def _spread(out: Array, values: Array, rows: Ints | slice, places: Ints | int) -> None:
     """Copy rows of `values` [rows, ...] to their places in `out` [batches, width, ...]."""
-    if places is not None:
-        out[places // out.shape[1], places % out.shape[1]] = values[rows]
+    mine, width = values[rows], out.shape[1]
+    if not isinstance(places, int):
+        out[places // width, places % width] = mine
         return
-    if isinstance(rows, slice):
-        out[:] = values[rows].reshape(out.shape)
-        return
-    together = max(1, _CALL_BYTES // max(1, out[0].nbytes))
-    by_batch = rows.reshape(out.shape[:2])
-    for first in range(0, len(out), together):
-        batches, mine = out[first : first + together], by_batch[first : first + together]
-        if together == 1 and values.dtype == out.dtype:
-            # Mode "clip" lets numpy write into `out` without a buffer between; rows are in range.
-            values.take(mine[0], axis=0, out=batches[0], mode="clip")
-        else:
-            batches[:] = values.take(mine, axis=0, mode="clip")
+    batch, slot = divmod(places, width)
+    if slot:
+        head = min(len(mine), width - slot)
+        out[batch, slot : slot + head] = mine[:head]
+        batch, mine = batch + 1, mine[head:]
+    full = len(mine) // width
+    out[batch : batch + full] = mine[: full * width].reshape(full, *out.shape[1:])
+    if len(mine) > full * width:
+        out[batch + full, : len(mine) - full * width] = mine[full * width :]
 
 
 def _dense(kind: ColumnKind, pieces: Sequence[Piece], slots: int, length: int) -> Array:
@@ -165,7 +159,8 @@ def _ragged_run(
     placed = []
     for column, rows, places, span in pieces:
         at = slot_of[:, span].reshape(-1)
-        placed.append((column, rows, at if places is None else at[places]))
+        count = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
+        placed.append((column, rows, at[places : places + count] if isinstance(places, int) else at[places]))
     values, starts = _lay_out(kind, placed, batches * slots, buffers)
     bounds = starts[::slots]
     offsets = np.concatenate([starts[:-1].reshape(batches, slots), bounds[1:, None]], axis=1) - bounds[:-1, None]
@@ -179,23 +174,14 @@ def _lay_out(
     kind: ColumnKind, pieces: Sequence[tuple[Column, Ints | slice, Ints]], slots: int, buffers: Buffers
 ) -> tuple[Array, Ints]:
     """Return the values of all slots end to end, and where those of each slot begin, int64 [slots + 1]."""
-    taken = [(*_side_by_side(column, rows), at) for column, rows, at in pieces]
     lengths = np.zeros(slots, dtype=np.int64)
-    for column, rows, at in taken:
+    for column, rows, at in pieces:
         lengths[at] = column.lengths_of(rows)
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     values = buffers.lease(int(starts[-1]) * kind.items.itemsize).view(kind.items)
-    for column, rows, at in taken:
+    for column, rows, at in pieces:
         _copy_ragged(values, starts, column, rows, at)
     return values, starts
-
-
-def _side_by_side(column: Column, rows: Ints | slice) -> tuple[Column, Ints | slice]:
-    """Return rows of a ragged column as they are, or gathered if they are short."""
-    if isinstance(rows, slice) or column.nbytes >= _ONE_BY_ONE_BYTES * column.rows:
-        return column, rows
-    span = as_span(rows)
-    return (column, span) if isinstance(span, slice) else _gather_rows(column, rows)
 
 
 def _copy_ragged(out: Array, starts: Ints, column: Column, rows: Ints | slice, at: Ints) -> None:
@@ -208,19 +194,10 @@ def _copy_ragged(out: Array, starts: Ints, column: Column, rows: Ints | slice, a
     breaks = np.flatnonzero(parts)
     first, last = np.concatenate([[0], breaks + 1]), np.append(breaks, len(at) - 1)
     begins, ends = column.offsets[:-1][rows][first], column.offsets[1:][rows][last]
-    # memory views, because a slice of an array takes twice as long
-    filled, values = out.data, column.values.data
+    filled, values = out, column.values
+    if (ends[-1] - begins[0]) * out.itemsize < _CALL_BYTES * len(first):
+        # memory views, because a slice of an array takes twice as long, but only arrays let other threads run
+        filled, values = out.data, column.values.data
     places = (starts[at[first]], starts[at[last] + 1], begins, ends)
     for to, until, begin, end in zip(*(each.tolist() for each in places), strict=True):
         filled[to:until] = values[begin:end]
-
-
-def _gather_rows(column: Column, rows: Ints) -> tuple[Column, slice]:
-    """Return rows of a ragged column side by side. Arrow copies small values row by row without Python."""
-    assert column.offsets is not None
-    size = column.values.itemsize
-    offsets = pa.py_buffer(np.ascontiguousarray(column.offsets if size == 1 else column.offsets * size))
-    values = pa.py_buffer(np.ascontiguousarray(column.values).view(np.uint8))
-    array = pa.LargeBinaryArray.from_buffers(pa.large_binary(), column.rows, [None, offsets, values])
-    ends, content = byte_strings_in(array.take(pa.array(rows)))
-    return Column(content.view(column.values.dtype), ends if size == 1 else ends // size), slice(0, len(rows))

@@ -23,7 +23,8 @@ from dlac_pipeline.lakehouse.iceberg.deletes import Once
 from dlac_pipeline.plan.cut import Slices
 from dlac_pipeline.plan.legs.leg import LegSource
 from dlac_pipeline.plan.units import UnitTable
-from dlac_pipeline.read.joining import end_to_end, take_rows
+from dlac_pipeline.read.joining import end_to_end, join_columns, take_rows
+from dlac_pipeline.read.layout import WIDE_BYTES
 from dlac_pipeline.read.memory import Buffers
 
 PartitionValues = Callable[[str], Mapping[int, Any]]
@@ -62,7 +63,8 @@ class BlockDecoder:
         self._partition_values = partition_values
         self._open = lru_cache(maxsize=1024)(self._footer)
         self._shared: Once[pa.Table] = Once(_SHARED_BYTES, lambda table: int(table.nbytes))
-        self._buffers = Buffers()
+        self.buffers = Buffers()
+        """Memory of decoded columns."""
         self._alone = cache(self._decoder_of)
 
     @property
@@ -72,14 +74,20 @@ class BlockDecoder:
 
     def decode(self, units: UnitTable, slices: Slices) -> pa.Table:
         """Decode all physical rows of slices, in their order. Raises `UnitUnreadable` for a missing or corrupt file."""
-        places = zip(slices.unit.tolist(), slices.first.tolist(), slices.rows.tolist(), strict=True)
-        parts = (self._view(units, unit, first, rows) for unit, first, rows in places)
         if len(slices.unit) > 1:
-            return end_to_end(parts, int(slices.rows.sum()), self._buffers)
-        [part] = parts
+            return end_to_end(self._parts(units, slices), int(slices.rows.sum()), self.buffers)
+        [part] = self._parts(units, slices)
         # A view would keep the whole decoded row group alive, once per key group that has a slice of it.
         is_small = 2 * part.num_rows < int(units.rows[slices.unit[0]])
         return take_rows(part, np.arange(part.num_rows)) if is_small else part
+
+    def decode_apart(self, units: UnitTable, slices: Slices) -> dict[str, list[pa.ChunkedArray]]:
+        """Decode rows that are read in another order: wide columns by slice, which may share memory with other blocks."""
+        return join_columns(self._parts(units, slices), int(slices.rows.sum()), self.buffers, wide_bytes=WIDE_BYTES)
+
+    def _parts(self, units: UnitTable, slices: Slices) -> Iterator[pa.Table]:
+        places = zip(slices.unit.tolist(), slices.first.tolist(), slices.rows.tolist(), strict=True)
+        return (self._view(units, unit, first, rows) for unit, first, rows in places)
 
     def _view(self, units: UnitTable, unit: int, first: int, rows: int) -> pa.Table:
         (path, row_group), whole = units.place(unit), int(units.rows[unit])

@@ -1,6 +1,6 @@
 """Part of a key group in each batch: its slots are shared out among the sources by the schedule, and filled from streams."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,7 +10,7 @@ from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.plan.units import Ints
 from dlac_pipeline.read.line import BlockAdvance
 from dlac_pipeline.read.packing import Stream
-from dlac_pipeline.read.streams import Columns, RowStream
+from dlac_pipeline.read.streams import Columns, RowSpan, RowStream
 
 OpenStream = Callable[[int, int, Cursor], Stream]
 """(source, key group, cursor) -> stream."""
@@ -44,8 +44,8 @@ class GroupBatch:
 class GroupRun:
     """A key group's part of several batches, all of it filled."""
 
-    pieces: list[tuple[Columns, Ints, Ints | None]]
-    """Columns, rows of them, and their places: batch * width + slot. None: they fill all places, in order."""
+    pieces: list[tuple[Columns, Ints | slice, Ints | int]]
+    """Columns, rows of them, and their places: batch * width + slot, or the first of consecutive ones."""
     source_of: Ints
     """The source of each slot that the rank works on, int64 [batches, width]."""
     cursors: Ints
@@ -180,20 +180,14 @@ class GroupReader:
         schedule = self._schedule(batches)
         cursors = np.empty((batches, len(self._cursors), 4), dtype=np.int64)
         cursors[:] = np.array(self.cursors)
-        pieces: list[tuple[Columns, Ints, Ints | None]] = []
-        whole = self.width == self._slots
+        pieces: list[tuple[Columns, Ints | slice, Ints | int]] = []
         for source in self._streams:
             mine = schedule == source
             until = mine.sum(axis=1).cumsum()
             if not until[-1]:
                 continue
-            [(columns, rows)], cursors[:, source] = self._row_stream(source).run(until)
-            places = None
-            if not whole or len(rows) < schedule.size:
-                batch, slot = np.nonzero(mine)
-                inside = (slot >= self.low) & (slot < self.high)
-                rows, places = rows[inside], (batch * self.width + slot - self.low)[inside]
-            pieces.append((columns, rows, places))
+            taken, cursors[:, source] = self._row_stream(source).run(until)
+            pieces += self._with_places(taken, *np.nonzero(mine))
         self._at += schedule.size
         return GroupRun(pieces, schedule[:, self.low : self.high], cursors)
 
@@ -203,18 +197,35 @@ class GroupReader:
         cursors = np.empty((batches, len(self._cursors), 4), dtype=np.int64)
         cursors[:] = np.array(self._cursors)
         cursors[:, source] = moved
-        pieces: list[tuple[Columns, Ints, Ints | None]] = []
-        first = 0
-        for columns, rows in taken:
-            if len(taken) == 1 and self.width == self._slots:
-                pieces.append((columns, rows, None))
-                break
-            batch, slot = np.divmod(np.arange(first, first + len(rows)), self._slots)
-            inside = (slot >= self.low) & (slot < self.high)
-            pieces.append((columns, rows[inside], (batch * self.width + slot - self.low)[inside]))
-            first += len(rows)
+        pieces: list[tuple[Columns, Ints | slice, Ints | int]] = []
+        if self.width == self._slots:
+            first = 0
+            for columns, rows in taken:
+                pieces.append((columns, rows, first))
+                first += rows.stop - rows.start
+        else:
+            pieces += self._with_places(taken, *np.divmod(np.arange(batches * self._slots), self._slots))
         self._at += batches * self._slots
         return GroupRun(pieces, np.full((batches, self.width), source, dtype=np.int64), cursors)
+
+    def _with_places(
+        self, taken: Sequence[RowSpan], batch: Ints, slot: Ints
+    ) -> Iterator[tuple[Columns, Ints | slice, Ints]]:
+        """Yield those of the rows in these slots of batches that the rank works on, and their places."""
+        places, inside = batch * self.width + slot - self.low, (slot >= self.low) & (slot < self.high)
+        first = 0
+        for columns, rows in taken:
+            mine = slice(first, first := first + rows.stop - rows.start)
+            if self.width == self._slots:
+                yield columns, rows, places[mine]
+            else:
+                yield columns, np.arange(rows.start, rows.stop)[inside[mine]], places[mine][inside[mine]]
+
+    def begin_next(self) -> None:
+        """Begin to prepare the block that the next batch leads into, if all samples come from one source."""
+        stream = None if self._only is None else self._streams[self._only]
+        if isinstance(stream, RowStream):
+            stream.begin_next(self._slots)
 
     def _row_stream(self, source: int) -> RowStream:
         stream = self._streams[source]

@@ -25,11 +25,28 @@ def end_to_end(parts: Iterable[pa.Table], rows: int, buffers: Buffers) -> pa.Tab
     gathered from one place, and the memory into which a part was decoded is used again for the next one, while it is in the
     processor's cache. Of a small part of a larger table that cannot be copied so, the rows alone are kept.
     """
-    columns: dict[str, _Joined] = {}
+    return pa.table({name: chunks for name, [chunks] in join_columns(parts, rows, buffers).items()})
+
+
+def join_columns(
+    parts: Iterable[pa.Table], rows: int, buffers: Buffers, *, wide_bytes: int | None = None
+) -> dict[str, list[pa.ChunkedArray]]:
+    """Return each column of tables laid end to end as `end_to_end` does, but by part if its rows have so many bytes."""
+    joined: dict[str, _Joined] = {}
+    apart: dict[str, list[pa.ChunkedArray]] = {}
     for part in parts:
         for name in part.column_names:
-            columns.setdefault(name, _Joined(part[name].type, rows, buffers)).add(part[name])
-    return pa.table({name: column.joined() for name, column in columns.items()})
+            column = part[name]
+            if name not in joined and name not in apart:
+                if wide_bytes is not None and column.nbytes >= wide_bytes * len(column):
+                    apart[name] = []
+                else:
+                    joined[name] = _Joined(column.type, rows, buffers)
+            if name in apart:
+                apart[name].append(column)
+            else:
+                joined[name].add(column)
+    return apart | {name: [column.joined()] for name, column in joined.items()}
 
 
 def take_rows(table: pa.Table, rows: Any) -> pa.Table:

@@ -86,6 +86,16 @@ class Prefetcher:
         """Wait until everything that may be prepared ahead by now is prepared."""
         wait([request.future for request in self._ahead.values()])
 
+    def begin(self, key: BlockKey) -> None:
+        """Begin to prepare a block that is needed now, whatever the budget."""
+        if (wanted := self._waiting.pop(key, None)) is not None:
+            self._ahead[key] = self._begun(wanted)
+
+    def shrink(self, key: BlockKey, nbytes: int) -> None:
+        """The rest of a block that is being read takes so many bytes."""
+        self._held[key] = nbytes
+        self._start_waiting()
+
     def release(self, key: BlockKey) -> None:
         """The block is not read any more."""
         self._held.pop(key, None)

@@ -2,7 +2,7 @@
 
 1. Reader r of R reads slots [rB/R, (r+1)B/R) of every global batch, rounded down. Slot s belongs to key group s // (B/G).
 2. Each of its key groups divides its slots among the sources, and fills them from one stream per source.
-3. Blocks are decoded and prepared ahead. A batch is gathered from them by index, directly into one array per column.
+3. Blocks are decoded ahead, and their rows laid out in reading order. Batches are copied from them, into one array per column.
 
 Resume requires an unchanged leg. The number of readers may change.
 """
@@ -24,7 +24,7 @@ from dlac_pipeline.plan.order import ReaderState
 from dlac_pipeline.plan.slots import DataCoordinate, groups_of_slots
 from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.plan.units import Ints
-from dlac_pipeline.read.assemble import as_span, assemble, assemble_run, shape_of
+from dlac_pipeline.read.assemble import assemble, assemble_run, shape_of
 from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.read.documents import Documents, Kinds, Samples
 from dlac_pipeline.read.group import GroupBatch, GroupReader, GroupSlots, OpenStream
@@ -32,7 +32,7 @@ from dlac_pipeline.read.line import Content
 from dlac_pipeline.read.memory import Buffers
 from dlac_pipeline.read.packing import ItemLine, Packer, Sampler, Stream
 from dlac_pipeline.read.prefetch import Prefetcher
-from dlac_pipeline.read.streams import BlockWalk, Columns, RowStream, SourceBlocks, size_of_columns
+from dlac_pipeline.read.streams import BlockWalk, Columns, RowStream, SourceBlocks, size_of_segments
 from dlac_pipeline.rows.columns import Array, ColumnKind
 
 if TYPE_CHECKING:
@@ -206,6 +206,8 @@ class BatchReader:
         last = self._order.last_full_step
         limit = limit if last is None else min(limit, last - self._step)
         for part in self._parts:
+            part.begin_next()
+        for part in self._parts:
             if limit <= 0:
                 return 0
             limit = part.ready_batches(limit, _RUN_BYTES * part.width // self._slots)
@@ -215,7 +217,7 @@ class BatchReader:
         """The next batches, gathered together: what Python costs per key group is shared by all of them."""
         runs = [part.run(count) for part in self._parts]
         pieces = [
-            (columns, as_span(rows), places, span)
+            (columns, rows, places, span)
             for span, run in zip(self._spans, runs, strict=True)
             for columns, rows, places in run.pieces
         ]
@@ -284,6 +286,8 @@ class BatchReader:
     def _take(self, *, give: bool = True) -> tuple[list[GroupBatch], Ints]:
         """Take the next batch from the key groups. Return their parts, and the source of each slot of this reader."""
         self._step += 1
+        for part in self._parts:
+            part.begin_next()
         taken = [part.take(give=give) for part in self._parts]
         mine = [each.source_of[part.low : part.high] for part, each in zip(self._parts, taken, strict=True)]
         return taken, np.concatenate(mine)
@@ -357,14 +361,13 @@ def _opener(
 ) -> Callable[[int, Cursor], Stream]:
     source, order, leg = opened.sources[index], opened.order.sources[index], opened.leg
     if not leg.streamed[index]:
-        prepare = source.prepare_columns
-        blocks = SourceBlocks(index, order, source.decoder, prefetch, prepare, size_of_columns, portions=True)
+        blocks = SourceBlocks(index, order, prefetch, source.segments, size_of_segments, portions=True)
         return lambda group, cursor: RowStream(blocks.walk(group, cursor), cursor)
     if leg.sequences.length:
         documents, sequences = source.to_documents(leg.sequences, opened.tokenizer), leg.sequences
         packer = partial(Packer, length=sequences.length, drain=not leg.following, pad_id=sequences.pad_id)
-        return _open_items(SourceBlocks(index, order, source.decoder, prefetch, documents, _nbytes), packer)
-    return _open_items(SourceBlocks(index, order, source.decoder, prefetch, source.to_samples(first), _nbytes), Sampler)
+        return _open_items(SourceBlocks(index, order, prefetch, documents, _nbytes), packer)
+    return _open_items(SourceBlocks(index, order, prefetch, source.to_samples(first), _nbytes), Sampler)
 
 
 def _open_items(

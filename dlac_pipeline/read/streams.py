@@ -1,17 +1,17 @@
 """Blocks of one key group from one source, from a cursor on, prepared ahead, and the stream of their rows as samples."""
 
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 import numpy as np
-import pyarrow as pa
 
 from dlac_pipeline.lakehouse.errors import TransformFailed
 from dlac_pipeline.plan.cut import Slices
 from dlac_pipeline.plan.source_order import Cursor, RowRange, SourceOrder
 from dlac_pipeline.plan.units import Ints, UnitTable
-from dlac_pipeline.read.blocks import BlockDecoder
+from dlac_pipeline.read.layout import Segment
 from dlac_pipeline.read.line import BlockAdvance, merge
 from dlac_pipeline.read.prefetch import Prefetcher, Wanted
 from dlac_pipeline.rows.columns import Column
@@ -20,6 +20,8 @@ from dlac_pipeline.rows.transform import RowRejected
 Columns = dict[str, Column]
 Piece = tuple[Columns, Ints]
 """Columns, and the rows of them that are the samples."""
+RowSpan = tuple[Columns, slice]
+"""Columns, and consecutive rows of them."""
 Prepared = TypeVar("Prepared")
 PORTION_BYTES = 2**22
 """Encoded bytes of slices that are worth one decoding task where rows are read in the table's order."""
@@ -47,9 +49,8 @@ class SourceBlocks(Generic[Prepared]):
 
     source: int
     order: SourceOrder
-    decoder: BlockDecoder
     prefetch: Prefetcher
-    prepare: Callable[[RowRange, pa.Table], Prepared]
+    prepare: Callable[[RowRange], Prepared]
     size_of: Callable[[Prepared], int]
     portions: bool = False
     _row_bytes: float | None = None
@@ -61,11 +62,11 @@ class SourceBlocks(Generic[Prepared]):
     def wanted(self, group: int, row_range: RowRange) -> Wanted[Prepared]:
         """Return the preparation of a range's block."""
         units, slices = row_range.cut.units, row_range.slices
-        rows = int(slices.rows.sum())
+        rows = row_range.stop - row_range.start
 
         def prepare() -> Prepared:
             try:
-                return self.prepare(row_range, self.decoder.decode(units, slices))
+                return self.prepare(row_range)
             except RowRejected as err:
                 unit, row = row_range.block.place_of(err.position)
                 path = units.file_paths[int(units.file[unit])]
@@ -73,14 +74,15 @@ class SourceBlocks(Generic[Prepared]):
 
         def size_of(prepared: Prepared) -> int:
             size = self.size_of(prepared)
-            self._row_bytes = size / max(1, rows)
+            self._row_bytes = size / rows
             return size
 
         size = int(_encoded_bytes(units, slices).sum()) if self._row_bytes is None else int(rows * self._row_bytes)
         first = 0 if row_range.portion is None else row_range.portion[0]
         key = (self.source, row_range.pass_index, group, row_range.block.index, first)
         whole = int(units.bytes[slices.unit].max(initial=0))  # of a slice, too, all of the row group is decoded
-        return Wanted(key, size, _SCRATCH * whole, prepare, size_of)
+        # rows that are put in order are in memory twice
+        return Wanted(key, size, max(_SCRATCH * whole, size), prepare, size_of)
 
     def row_ranges(self, group: int, cursor: Cursor) -> Iterator[RowRange]:
         """Yield the row_ranges of a key group from a cursor on, each as large as is decoded at once."""
@@ -91,9 +93,9 @@ class SourceBlocks(Generic[Prepared]):
                 yield row_range
 
 
-def size_of_columns(columns: Columns) -> int:
+def size_of_segments(segments: Iterable[Segment]) -> int:
     """Their bytes."""
-    return sum(column.nbytes for column in columns.values())
+    return sum(segment.nbytes for segment in segments)
 
 
 def _slices_at_once(row_range: RowRange) -> list[int]:
@@ -131,7 +133,7 @@ class BlockWalk(Generic[Prepared]):
 
     def __next__(self) -> tuple[RowRange, Prepared]:
         row_range = self._upcoming
-        self._release()
+        self.release()
         if row_range is None:
             raise StopIteration
         self._current = self._blocks.wanted(self._group, row_range)
@@ -142,9 +144,19 @@ class BlockWalk(Generic[Prepared]):
 
     def close(self) -> None:
         """Forget held blocks and requests."""
-        self._release()
+        self.release()
         if self._upcoming is not None:
             self._prefetch.forget(self._blocks.wanted(self._group, self._upcoming).key)
+
+    def begin(self) -> None:
+        """Begin to prepare the next block, which is needed now."""
+        if self._upcoming is not None:
+            self._prefetch.begin(self._blocks.wanted(self._group, self._upcoming).key)
+
+    def shrink(self, nbytes: int) -> None:
+        """Count so many bytes of the held block from now on."""
+        if self._current is not None:
+            self._prefetch.shrink(self._current.key, nbytes)
 
     @property
     def is_ended(self) -> bool:
@@ -155,7 +167,8 @@ class BlockWalk(Generic[Prepared]):
         if self._upcoming is not None:
             self._prefetch.ask(self._blocks.wanted(self._group, self._upcoming))
 
-    def _release(self) -> None:
+    def release(self) -> None:
+        """Release the held block, which is read."""
         if self._current is not None:
             self._prefetch.release(self._current.key)
             self._current = None
@@ -168,11 +181,20 @@ class UndecodedWalk:
         self._row_ranges = row_ranges
         self._upcoming = next(row_ranges, None)
 
-    def __next__(self) -> tuple[RowRange, Columns]:
+    def __next__(self) -> tuple[RowRange, list[Segment]]:
         row_range, self._upcoming = self._upcoming, next(self._row_ranges, None)
         if row_range is None:
             raise StopIteration
-        return row_range, {}
+        return row_range, [Segment(row_range.start, row_range.stop, {})]
+
+    def release(self) -> None:
+        """Do nothing: no block is held."""
+
+    def begin(self) -> None:
+        """Do nothing: no block is prepared."""
+
+    def shrink(self, nbytes: int) -> None:
+        """Do nothing: no block is held."""
 
     @property
     def is_ended(self) -> bool:
@@ -187,10 +209,11 @@ class UndecodedWalk:
 class RowStream:
     """Live rows as samples."""
 
-    _walk: BlockWalk[Columns] | UndecodedWalk
+    _walk: BlockWalk[list[Segment]] | UndecodedWalk
     cursor: Cursor
     _row_range: RowRange | None = None
-    _columns: Columns = field(default_factory=dict)
+    _segments: deque[Segment] = field(default_factory=deque)
+    """Segments of the block being read that are left, the one being read first."""
     _at: int = 0
 
     @property
@@ -209,11 +232,11 @@ class RowStream:
         pieces: list[Piece] = []
         advances: list[BlockAdvance] = []
         while done < count and not self.exhausted:
-            row_range = self._entered()
-            stop = min(row_range.stop, self._at + count - done)
+            row_range, segment = self._entered()
+            stop = min(segment.stop, self._at + count - done)
             first, last = max(self._at, self._at + low - done), min(stop, self._at + high - done)
             if first < last:
-                pieces.append((self._columns, row_range.rows_of(first, last)))
+                pieces.append((segment.columns, np.arange(first, last) - segment.start))
             advances.append(self._advance(row_range, stop))
             done += stop - self._at
             self._at = stop
@@ -223,7 +246,7 @@ class RowStream:
     @property
     def ready_rows(self) -> int:
         """Rows of the block being read that are left, but for its last one: taking them does not lead out of it."""
-        return 0 if self._row_range is None else max(0, self._row_range.stop - self._at - 1)
+        return max(0, self.rows_left - 1)
 
     @property
     def rows_left(self) -> int:
@@ -232,28 +255,38 @@ class RowStream:
 
     def value_bytes(self, until: Ints) -> Ints:
         """Return the bytes of the values of several lengths in the next until[i] rows, which are in the block, for each i."""
-        ragged = [column for column in self._columns.values() if column.offsets is not None]
-        ends = np.zeros(int(until[-1]) + 1, dtype=np.int64)
-        if ragged and self._row_range is not None:
-            rows = self._row_range.rows_of(self._at, self._at + len(ends) - 1)
-            for column in ragged:
-                ends[1:] += column.lengths_of(rows) * column.values.itemsize
-            ends = ends.cumsum()
-        return ends[until]
+        used = np.zeros(len(until), dtype=np.int64)
+        for segment in self._segments:
+            first = max(self._at, segment.start)
+            if first > self._at + int(until[-1]):
+                break
+            stops = np.minimum(np.maximum(self._at + until, first), segment.stop) - segment.start
+            for column in segment.columns.values():
+                if column.offsets is not None:
+                    used += (column.offsets[stops] - column.offsets[first - segment.start]) * column.values.itemsize
+        return used
 
-    def run(self, until: Ints) -> tuple[list[Piece], Ints]:
+    def begin_next(self, rows: int) -> None:
+        """Release a block that is read, and begin to prepare the next one if so many rows, which are needed now, lead into it."""
+        if not self.rows_left:
+            self._segments.clear()
+            self._walk.release()
+        if self.rows_left < rows:
+            self._walk.begin()
+
+    def run(self, until: Ints) -> tuple[list[RowSpan], Ints]:
         """Return the next until[-1] rows, which exist, and the cursor after each batch, int64 [batches, 4].
 
         `until` counts the rows up to the end of each of several batches.
         """
         cursors = np.empty((len(until), 4), dtype=np.int64)
         cursors[:] = self.cursor
-        pieces: list[Piece] = []
+        pieces: list[RowSpan] = []
         done, total = 0, int(until[-1])
         while done < total:
-            row_range = self._entered()
-            start, stop = self._at, min(row_range.stop, self._at + total - done)
-            pieces.append((self._columns, row_range.rows_of(start, stop)))
+            row_range, segment = self._entered()
+            start, stop = self._at, min(segment.stop, self._at + total - done)
+            pieces.append((segment.columns, slice(start - segment.start, stop - segment.start)))
             first, last = until.searchsorted([done, done + stop - start], side="right").tolist()
             ends, positions = start + until[first:last] - done, row_range.block.live_positions
             cursors[first:] = (row_range.pass_index, row_range.block.index, 0, 0)
@@ -264,15 +297,20 @@ class RowStream:
 
     def close(self) -> None:
         """Release the blocks."""
-        self._columns = {}
+        self._segments.clear()
         self._walk.close()
 
-    def _entered(self) -> RowRange:
+    def _entered(self) -> tuple[RowRange, Segment]:
+        """Return the block and the segment with the next row."""
         if self._row_range is None or self._at == self._row_range.stop:
-            self._columns = {}
-            self._row_range, self._columns = next(self._walk)
+            self._segments.clear()
+            self._row_range, segments = next(self._walk)
+            self._segments.extend(segments)
             self._at = self._row_range.start
-        return self._row_range
+        elif self._at == self._segments[0].stop:
+            self._segments.popleft()
+            self._walk.shrink(size_of_segments(self._segments))
+        return self._row_range, self._segments[0]
 
     def _advance(self, row_range: RowRange, stop: int) -> BlockAdvance:
         pass_index, block = row_range.pass_index, row_range.block

@@ -226,17 +226,43 @@ def _lists(array: Any, kind: ColumnKind, valid: Flags | None, origin: str) -> Co
     if kind.ragged:
         return Column(items, np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64), valid)
     sizes = lengths if valid is None else lengths[valid]
-    if len(sizes) and (sizes != sizes[0]).any():
-        raise UnsupportedColumn(
-            f"expected lists of one length in column {kind.name!r}, found {sizes.min()} to {sizes.max()} in {origin}: pack "
-            f'them with [sequences], or declare them ragged = ["{kind.name}"]'
-        )
+    _check_lengths(sizes, kind, origin)
     dense = items.reshape(len(sizes), int(sizes[0]) if len(sizes) else 0)
     if valid is None or valid.all():
         return Column(dense, None, valid)
     spread = np.zeros((len(array), dense.shape[1]), dtype=items.dtype)
     spread[valid] = dense
     return Column(spread, None, valid)
+
+
+def _check_lengths(sizes: Ints, kind: ColumnKind, origin: str) -> None:
+    if len(sizes) and (sizes != sizes[0]).any():
+        raise UnsupportedColumn(
+            f"expected lists of one length in column {kind.name!r}, found {sizes.min()} to {sizes.max()} in {origin}: pack "
+            f'them with [sequences], or declare them ragged = ["{kind.name}"]'
+        )
+
+
+def of_one_shape(parts: Sequence[Column], live: Sequence[Flags | None], kind: ColumnKind, origin: str) -> list[Column]:
+    """Return the parts of a column, with rows of one shape also where no row is live and not null.
+
+    `live` are the live rows of each part, None for all. Raises `UnsupportedColumn` for lists of different lengths.
+    """
+    if len(parts) == 1 or not kind.listed or kind.ragged:
+        return [*parts]
+    lengths = [part.values.shape[1] for part, mine in zip(parts, live, strict=True) if _has_values(part, mine)]
+    _check_lengths(np.array(lengths, dtype=np.int64), kind, origin)
+    length = lengths[0] if lengths else 0
+    return [
+        part if part.values.shape[1] == length else replace(part, values=np.zeros((part.rows, length), kind.items))
+        for part in parts
+    ]
+
+
+def _has_values(part: Column, live: Flags | None) -> bool:
+    """Return True if a row is live and not null."""
+    flags = [each for each in (part.valid, live) if each is not None]
+    return bool(np.logical_and.reduce(flags).any()) if flags else True
 
 
 def to_numpy(column: pa.ChunkedArray, *, name: str, origin: str) -> Array:

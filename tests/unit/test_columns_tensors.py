@@ -2,15 +2,11 @@ from __future__ import annotations
 
 import datetime as dt
 import uuid
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
-import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from pyiceberg.schema import Schema
 from pyiceberg.types import (
     BinaryType,
@@ -33,7 +29,7 @@ from pyiceberg.types import (
 
 from dlac_pipeline.lakehouse.errors import NoSuchColumn, UnsupportedColumn
 from dlac_pipeline.lakehouse.iceberg.columns import arrow_type
-from dlac_pipeline.read.assemble import Piece, assemble
+from dlac_pipeline.read.assemble import assemble
 from dlac_pipeline.read.memory import Buffers
 from dlac_pipeline.rows.columns import ColumnKind, check_names, kinds_of, to_column
 
@@ -137,56 +133,3 @@ def test_declarations_are_checked() -> None:
     with pytest.raises(UnsupportedColumn, match="a list column among the ragged ones, found 'big'"):
         kinds_of(SCHEMA, ["big"], ragged=["big"])
     assert kind("text").tensors == ("text", "text.offsets")
-
-
-ROWS: dict[str, st.SearchStrategy[Any]] = {
-    "big": st.integers(-(2**63), 2**63 - 1),
-    "flag": st.booleans(),
-    "text": st.text(max_size=4) | st.text(max_size=4).map(lambda text: 300 * text),
-    "tokens": st.lists(st.integers(-5, 5), max_size=4),
-}
-
-
-@given(st.data())
-def test_batches_hold_their_rows(data: st.DataObject) -> None:
-    """Every slot holds its row or is empty, for any rows of any pieces in any slots and any order of the pieces."""
-    name = data.draw(st.sampled_from(sorted(ROWS)))
-    nullable = data.draw(st.booleans())
-    row = st.none() | ROWS[name] if nullable else ROWS[name]
-    made = kind(name, ragged=name == "tokens", nullable=nullable)
-    slots = data.draw(st.integers(0, 12))
-    free = data.draw(st.permutations(range(slots)))
-    pieces: list[Piece] = []
-    expected: list[Any] = [None] * slots
-    while free:
-        rows = data.draw(st.lists(row, min_size=1, max_size=6))
-        chosen = data.draw(st.lists(st.integers(0, len(rows) - 1), max_size=len(free)))
-        at = [free.pop() for _ in chosen]
-        if data.draw(st.booleans()):
-            at.sort()
-        for slot, index in zip(at, chosen, strict=True):
-            expected[slot] = rows[index]
-        column = to_column(chunked(name, [*rows[:1], *rows]).slice(1), made, origin="here")
-        pieces.append((column, np.array(chosen, dtype=np.int64), np.array(at, dtype=np.int64)))
-        if not chosen:
-            break
-    assert rows_of(assemble(made, pieces, slots, Buffers()), made, slots) == [plain(name, one) for one in expected]
-
-
-def rows_of(tensors: dict[str, Any], made: ColumnKind, slots: int) -> list[Any]:
-    """Return the batch's rows as Python values. torch takes every array without a warning."""
-    assert set(tensors) == set(made.tensors)
-    values = torch.from_numpy(tensors[made.name])
-    if not made.ragged:
-        assert len(values) == slots
-        return values.tolist()
-    offsets = torch.from_numpy(tensors[f"{made.name}.offsets"]).tolist()
-    assert len(offsets) == slots + 1
-    return [values[start:end].tolist() for start, end in pairwise(offsets)]
-
-
-def plain(name: str, row: Any) -> Any:
-    """Convert a row to its tensor's list: an empty slot and a null are zero or empty."""
-    if name == "text":
-        return list((row or "").encode())
-    return row or {"big": 0, "flag": False, "tokens": []}[name]

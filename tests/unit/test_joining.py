@@ -1,16 +1,20 @@
-"""Tables laid end to end: their rows, in one array each where the types allow."""
+"""Tables laid end to end or in another order: their rows, in one array each where the types allow."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlac_pipeline.read.joining import end_to_end
+from dlac_pipeline.read import layout
+from dlac_pipeline.read.joining import end_to_end, join_columns
 from dlac_pipeline.read.memory import Buffers
+from dlac_pipeline.rows.columns import ColumnKind, of_one_shape, to_column
 
 _KINDS: dict[str, tuple[pa.DataType, st.SearchStrategy[Any]]] = {
     "number": (pa.int64(), st.integers(-5, 5)),
@@ -40,6 +44,35 @@ def test_rows_keep_their_order(data: st.DataObject) -> None:
     assert found.to_pylist() == expected
     if name in ("text", "bytes", "number") and expected and None not in expected:
         assert (found.num_chunks, found.type) == (1, kind)
+    if expected:
+        apart = join_columns(iter(parts), len(expected), Buffers(), wide_bytes=data.draw(st.sampled_from([1, 20])))["c"]
+        order = data.draw(st.permutations(range(len(expected))))
+        plain = [one.encode() if isinstance(one, str) else one for one in expected]
+        plain = [[*one] if isinstance(one, bytes) else one for one in plain]
+        assert laid_out(apart, np.array(order), name) == [plain[row] for row in order]
+
+
+def laid_out(parts: list[pa.ChunkedArray], rows: npt.NDArray[np.int64], name: str) -> list[Any]:
+    """Return rows of a column as they are laid out in segments of a few bytes. Nulls are None."""
+    items = {"number": np.int64, "pair": np.int32, "tokens": np.int32}.get(name, np.uint8)
+    ragged = name in ("text", "bytes", "tokens")
+    kind = ColumnKind(name="c", items=np.dtype(items), listed=name in ("pair", "tokens"), ragged=ragged, nullable=True)
+    columns = of_one_shape(
+        [to_column(part, kind, origin="here") for part in parts], [None for _ in parts], kind, "here"
+    )
+    found: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layout, "_SEGMENT_BYTES", 40)
+        patch.setattr(layout, "_WINDOW_BYTES", 16)
+        segments = [*layout.lay_out({"c": columns}, rows, 3, Buffers())]
+    for segment in segments:
+        assert segment.start == 3 + len(found)
+        column = segment.columns["c"]
+        assert column.valid is not None
+        values = column.values if column.offsets is None else np.split(column.values, column.offsets[1:-1])
+        found += [value.tolist() if here else None for value, here in zip(values, column.valid, strict=True)]
+        assert segment.stop == 3 + len(found)
+    return found
 
 
 @pytest.mark.parametrize(

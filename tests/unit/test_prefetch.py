@@ -39,9 +39,9 @@ def wanted(
 
 
 def test_blocks_are_prepared_within_budget(prefetch: Prefetcher) -> None:
-    """Ten blocks of 1 MB fit. The next one begins after one was read."""
+    """Ten blocks of 1 MB fit. The next one begins when one was read, or as much of one, and a needed one at once."""
     begun: list[int] = []
-    blocks = [wanted(block, begun=begun) for block in range(12)]
+    blocks = [wanted(block, begun=begun) for block in range(14)]
     for block in blocks:
         prefetch.ask(block)
     prefetch.settle()
@@ -50,6 +50,11 @@ def test_blocks_are_prepared_within_budget(prefetch: Prefetcher) -> None:
     prefetch.release(blocks[0].key)
     prefetch.settle()
     assert sorted(begun) == list(range(11))
+    prefetch.take(blocks[1])
+    prefetch.shrink(blocks[1].key, 0)
+    prefetch.begin(blocks[13].key)
+    prefetch.settle()
+    assert sorted(begun) == [*range(12), 13]
 
 
 def test_block_counts_with_real_size(prefetch: Prefetcher) -> None:

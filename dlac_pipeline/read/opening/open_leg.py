@@ -111,10 +111,9 @@ class OpenLeg:
             return {name: Column(nothing) for name in self.kinds()}
         for index, row_range in self._first_pass():
             open_from = self.sources[index]
-            table = open_from.decoder.decode(row_range.cut.units, row_range.slices)
             if not self.leg.streamed[index]:
-                return open_from.prepare_columns(row_range, table)
-            found = open_from.to_samples({})(row_range, table).columns
+                return open_from.segments(row_range)[0].columns
+            found = open_from.to_samples({})(row_range).columns
             if found:  # a transform may make nothing of all rows of a block
                 return {name: Column(array) for name, array in found.items()}
         return {}

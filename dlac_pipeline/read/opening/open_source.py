@@ -1,6 +1,6 @@
 """Source of a leg, opened: its decoder and transform, and how its decoded blocks become columns, samples or documents."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -13,11 +13,12 @@ from dlac_pipeline.lakehouse.errors import ResumeMismatch
 from dlac_pipeline.lakehouse.iceberg.snapshots import check_same_table
 from dlac_pipeline.plan.legs.leg import LegSequences, LegSource
 from dlac_pipeline.plan.source_order import RowRange
+from dlac_pipeline.read.assemble import as_span
 from dlac_pipeline.read.blocks import BlockDecoder, open_decoder
 from dlac_pipeline.read.documents import Documents, Encoding, Kinds, Samples, documents_of, samples_of
 from dlac_pipeline.read.joining import take_rows
-from dlac_pipeline.read.streams import Columns
-from dlac_pipeline.rows.columns import ColumnKind, kinds_of, to_column
+from dlac_pipeline.read.layout import Segment, lay_out
+from dlac_pipeline.rows.columns import Column, ColumnKind, Flags, kinds_of, of_one_shape, to_column
 from dlac_pipeline.rows.tokenizing import Tokenizer
 from dlac_pipeline.rows.transform import Transform, load_transform
 from dlac_pipeline.spec.job_spec import SourceSpec
@@ -34,18 +35,24 @@ class OpenSource:
     kinds: Mapping[str, ColumnKind]
     transform: Transform | None
 
-    def prepare_columns(self, row_range: RowRange, table: pa.Table) -> Columns:
-        """Prepare a block whose rows are samples."""
+    def segments(self, row_range: RowRange) -> list[Segment]:
+        """Decode rows that are samples, in reading order."""
+        rows = as_span(row_range.rows_of(row_range.start, row_range.stop))
+        units, slices = row_range.cut.units, row_range.slices
+        if isinstance(rows, slice):
+            table = self.decoder.decode(units, slices)
+            decoded = {name: [table[name]] for name in table.column_names}
+        else:
+            decoded = self.decoder.decode_apart(units, slices)
         origin, live = _origin(row_range), _live_mask(row_range)
-        return {name: to_column(table[name], kind, origin=origin, live=live) for name, kind in self.kinds.items()}
+        columns = {name: _to_columns(decoded.pop(name), kind, origin, live) for name, kind in self.kinds.items()}
+        return list(lay_out(columns, rows, row_range.start, self.decoder.buffers))
 
-    def to_samples(self, first: dict[str, Kinds]) -> Callable[[RowRange, pa.Table], Samples]:
+    def to_samples(self, first: dict[str, Kinds]) -> Callable[[RowRange], Samples]:
         """Return the preparation of blocks whose samples a transform makes, of the `first` kinds of its leg."""
         return self._preparation(partial(samples_of, first=first))
 
-    def to_documents(
-        self, sequences: LegSequences, tokenizer: Tokenizer | None
-    ) -> Callable[[RowRange, pa.Table], Documents]:
+    def to_documents(self, sequences: LegSequences, tokenizer: Tokenizer | None) -> Callable[[RowRange], Documents]:
         """Return the preparation of blocks whose rows are documents."""
         known = self.transform is not None or sequences.column in self.leg.columns
         make = partial(
@@ -55,15 +62,16 @@ class OpenSource:
         )
         return self._preparation(make)
 
-    def _preparation(self, make: Callable[..., Made]) -> Callable[[RowRange, pa.Table], Made]:
+    def _preparation(self, make: Callable[..., Made]) -> Callable[[RowRange], Made]:
         """Return the preparation of blocks by a function of a block's live rows.
 
         The transform is checked on the first block.
         """
         checks, reject = iter([True]), "quarantine" if self.leg.on_reject == "quarantine" else "fail"
 
-        def prepare(row_range: RowRange, table: pa.Table) -> Made:
+        def prepare(row_range: RowRange) -> Made:
             block, start, stop = row_range.block, row_range.start, row_range.stop
+            table = self.decoder.decode(row_range.cut.units, row_range.slices)
             live, positions = take_rows(table, block.rows_of(start, stop)), block.positions_of(start, stop)
             check = next(checks, False)
             return make(live, positions, transform=self.transform, reject=reject, check=check)
@@ -90,6 +98,14 @@ def changed_since_plan(what: str, name: str) -> ResumeMismatch:
         f"expected the {what} with which the leg was planned, found another one at {name!r}: restore it, or start a run "
         "under another name"
     )
+
+
+def _to_columns(parts: Sequence[pa.ChunkedArray], kind: ColumnKind, origin: str, live: Flags | None) -> list[Column]:
+    """Return the parts of a column as arrays, with rows of one shape. Raises as `to_column`."""
+    ends = np.cumsum([len(part) for part in parts])[:-1]
+    mine = [None] * len(parts) if live is None else np.split(live, ends)
+    columns = [to_column(part, kind, origin=origin, live=each) for part, each in zip(parts, mine, strict=True)]
+    return of_one_shape(columns, mine, kind, origin)
 
 
 def _live_mask(row_range: RowRange) -> np.typing.NDArray[np.bool_] | None:
