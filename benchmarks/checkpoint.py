@@ -10,8 +10,6 @@ With `--storage` only bytes are measured: of the same state's checkpoints with 1
 DLAC keeps beside the state: manifest with the reader's state, and ledger with all its metadata.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import statistics

@@ -6,8 +6,6 @@ over the rounds of this commit's value over the other's. The last one counts the
 missed, by the medians of both. A PROGRAM may have arguments, such as "memory_recovery --sizes 98M".
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -12,8 +12,6 @@ claimed and all nodes have verified together, and its ranks have started. All si
 node. `--quick` measures the loss of one node of 8 and of 32. `--nodes 8 256` measures these sizes.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile

@@ -8,8 +8,6 @@ A flat gather and broadcast alternates with it: the root receives from all and s
 vote until the last rank has the decision. 4,096 ranks are extrapolated, not measured. `--quick` stops at 16.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

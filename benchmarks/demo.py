@@ -5,8 +5,6 @@ are timed from the start of the command. All else is in the demo's report.json. 
 the first new step.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

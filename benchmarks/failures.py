@@ -11,8 +11,6 @@ restart is the time to any step. Each failure comes up to a second after a state
 were finished twice. An undisturbed run follows, whose losses must be the same, bit by bit.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """The common output of benchmarks: figures with units and bars, as one JSON object on the last line."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from typing import Any

@@ -12,8 +12,6 @@ which a retraining repeats. In the second part `a` and `b` mix 3,456 rows with 3
 are for those.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import multiprocessing

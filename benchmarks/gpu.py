@@ -12,8 +12,6 @@ results as JSON, rewritten after every part. `--docs FILE` only makes docs/evide
 not stop the others. The exit status is then 1, as it is if a figure misses its bar.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -8,8 +8,6 @@ that DLAC chooses for this cost before the first failure, are modelled: the meas
 the interval plus the measured time until a commit.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -6,8 +6,6 @@ the median of the pairs. Listeners work twice a second and at checkpoints, so th
 of a run's second half shows all but their start. The processes of the listeners share the cores of this machine with the rank.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

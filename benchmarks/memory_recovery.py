@@ -16,8 +16,6 @@ beyond the median of other steps, as a share of all steps. Both are of the undis
 this process.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -9,8 +9,6 @@ States in memory are off: `benchmarks.memory_recovery` has their cost. Checkpoin
 are those of the ledger's data files.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

@@ -9,8 +9,6 @@ A wrong combination is tried with one factor after the other at its simplest val
 `--only` tries the combinations whose text contains all words of TEXT. Full stores and full memory need root.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

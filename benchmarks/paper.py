@@ -5,8 +5,6 @@ them in their short form. The folder of `--out` gets one page with every experim
 keeps the parts of earlier calls. `--docs FILE` only makes docs/evidence/paper.md and its pictures of one.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -4,8 +4,6 @@ One rank trains on a table of a million documents with keys, once each. Its weig
 document is asked for by its key, and as many that were never in the table. 200 questions are asked, as in `dlac passport check`.
 """
 
-from __future__ import annotations
-
 import os
 import statistics
 import sys

@@ -10,8 +10,6 @@ The loaders are in `benchmarks/peer_loaders`, each in its own process, in enviro
 (`.venv-peers`, and `.venv-peers-NAME` for those that need their own: a few minutes, about 10 GB).
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

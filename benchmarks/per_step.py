@@ -14,8 +14,6 @@ the lighthouse, model, batch and 20 ms of "computation" in a step.
 - The losses of DLAC are compared with those of an undisturbed run.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

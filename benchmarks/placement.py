@@ -6,8 +6,6 @@ launcher prefers, and one without it, like any other node. A forwarder before th
 server is a Python program on the same processors. Another store has other seconds and the same bytes.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -7,8 +7,6 @@ that has asked it once. The audit is that of the tables: the data files, and so 
 came since is by the record of an audit 100 checkpoints before.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """The lakehouse of `benchmarks.provenance`: plan, slices, and the ledgers of a run and its forks, written by column."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Sequence

@@ -13,8 +13,6 @@ does that calls `open_dataset` without settings. Peak memory is that of a separa
 the reader.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

@@ -7,8 +7,6 @@ reads from the first row, whatever it has read before. The sides alternate, with
 from the kill to the step's stamp. `spawned` is DLAC with a new Python for every rank, like the bare relaunch.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

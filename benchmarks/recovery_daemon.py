@@ -13,8 +13,6 @@ A third side has no counterpart: the Dagster run's process is killed too. A real
 sensor requests the recovery. The sides alternate, with a few kills each, timed from outside.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import statistics

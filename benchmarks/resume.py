@@ -8,8 +8,6 @@ that shuffled at default settings (16 key groups, 4 row groups each) at most 1 -
 is 1.3 times that share.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

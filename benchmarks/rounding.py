@@ -5,8 +5,6 @@ shares of four groups. The same training has three groups in some steps, as afte
 another one the gradients of one step are also too large by a third, as if a share had the weight of another number of groups.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import sys

@@ -17,8 +17,6 @@ for a last call. The state's conversion to fewer ranks is not included. `resume_
 point. `first_step`: until the first step, with process groups as measured here. `first_step_gloo`: with Gloo's published times.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -7,8 +7,6 @@ connection, and some of each by the command, a fresh process each. An answer is 
 recorded step. `key_bytes` is of the data files of `row_keys`.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -15,8 +15,6 @@ least 2^18.
 The first figure has the bar: at most 1.1 times the random permutation's, at default settings.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

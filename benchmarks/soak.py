@@ -5,8 +5,6 @@ The default is 30 minutes and 100 faults, which `--minutes` and `--faults` chang
 file. It ends with status 1 once a fault is not healed in time, or at the end if a run is not exact or something is left over.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -13,8 +13,6 @@ be exact by the audit, by the journal of the training function, and by the losse
 root, iproute2 and PostgreSQL. 20 faults by default, `--faults` sets another number, `--quick` is 5.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

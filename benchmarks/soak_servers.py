@@ -7,8 +7,6 @@ training function, and bit by bit in its losses, compared with an earlier run wi
 so the run needs one attempt. 40 faults by default, `--faults` sets another number, `--quick` is 4.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

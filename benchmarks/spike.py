@@ -12,8 +12,6 @@ alone, `found` those that the ledger's losses show without being asked for, and 
 row.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -8,8 +8,6 @@ workers each, whose datasets keep the minimum to resume a shuffled read: the ord
 its position in them. The smallest form, a seed instead of the order, is reported too.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -7,8 +7,6 @@ and uses none of its code. `dlac rows RUN --step N --json` is timed as a process
 per step: `ledger_growth` is what the ledger grew by while steps were asked for.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

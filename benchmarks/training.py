@@ -6,8 +6,6 @@ other. On the CPU writing and digesting share the cores with training. The first
 separately.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import statistics

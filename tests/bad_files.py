@@ -1,7 +1,5 @@
 """Bad files, variables, tables and places to write to, by kind. `tests/bad_inputs.py` has bad values."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Bad inputs by kind: at least 800 that people type, paste or compute by mistake."""
 
-from __future__ import annotations
-
 import copy
 import typing
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """A headless Chromium that is used as by a person: open a page, wait for its text, click, take a picture."""
 
-from __future__ import annotations
-
 import base64
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """Helpers of Dagster tests: definitions of training runs, waiting for a step, events, and the ticks of sensors."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Empty lakehouses for tests: the first of a process is made as a user's is, all later ones are copies with new ids."""
 
-from __future__ import annotations
-
 import sqlite3
 import tempfile
 from collections.abc import Mapping

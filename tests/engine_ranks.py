@@ -1,7 +1,5 @@
 """Ranks of tests/programs/engine_state.py: they train, save and load a tiny model with an engine, without a run."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

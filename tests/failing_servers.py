@@ -1,7 +1,5 @@
 """An HTTP server that answers each request with one status."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -8,8 +8,6 @@ multiprocessing's fork server, which imports everything again for each superviso
 after `fork_the_fork_server`, and in programs that were forked. With NEW_FORK_SERVER in the environment it is a new Python.
 """
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import fcntl

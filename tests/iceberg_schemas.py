@@ -1,7 +1,5 @@
 """Schemas for tests: optional columns, numbered in their order."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import pyarrow as pa

@@ -1,7 +1,5 @@
 """A fixture of unit tests, which start no process, open no socket and do not sleep. Tests that need one are in tests/process."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Supervisor processes that tests launch, and waits for their events."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

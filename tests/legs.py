@@ -1,7 +1,5 @@
 """Legs and orders for tests that need no lakehouse."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Memory states for tests: a rank's part of a state, its files in a node's memory, and the job and resume point of the node."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from pathlib import Path

@@ -6,8 +6,6 @@ line is not found exactly once, if a mutant is not valid Python, or if one survi
 of the benchmarks.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Nodes of a test: network namespaces on one switch, each with a name, an address and processes. Cables can be pulled."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from collections.abc import Iterator

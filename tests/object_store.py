@@ -1,7 +1,5 @@
 """An S3 server process, and a network to it that can be cut."""
 
-from __future__ import annotations
-
 import atexit
 import os
 import shutil

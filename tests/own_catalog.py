@@ -1,7 +1,5 @@
 """The class of a catalog as users write their own: py-catalog-impl names it."""
 
-from __future__ import annotations
-
 from pyiceberg.catalog.sql import SqlCatalog
 
 

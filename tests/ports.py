@@ -1,7 +1,5 @@
 """Ports for servers that start later, at an address that is known before."""
 
-from __future__ import annotations
-
 import socket
 
 _HELD: list[socket.socket] = []

@@ -1,7 +1,5 @@
 """A real PostgreSQL server for tests, on a socket in a private folder."""
 
-from __future__ import annotations
-
 import os
 import pwd
 import shutil

@@ -5,8 +5,6 @@ these records: the last synced content of each file, and the last synced names o
 POSIX, which is weaker than that of most file systems.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

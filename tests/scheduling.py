@@ -7,8 +7,6 @@ pytest-xdist 3.8 groups tests by a suffix of their ids. With pytest 9.2 the suff
 more: each process made each lakehouse. Here a group follows from the path in the id.
 """
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from pathlib import Path

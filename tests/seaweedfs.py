@@ -1,7 +1,5 @@
 """SeaweedFS: a real Iceberg REST catalog and its S3 store, in one process that can be killed and started again."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

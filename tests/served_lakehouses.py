@@ -3,8 +3,6 @@
 `python -m tests.served_lakehouses seaweedfs|postgres` runs the demo on one of them (`make demo-on-seaweedfs`).
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

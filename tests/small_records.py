@@ -1,7 +1,5 @@
 """The smallest valid job spec, manifest and recovery, for tests that need such a record and no lakehouse."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime
 from typing import Any
 

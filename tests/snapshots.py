@@ -1,7 +1,5 @@
 """Snapshots of a catalog's tables that engines commit and pyiceberg cannot: rewrites, and deletes by delete files."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a call of a stream of items gives, laid out for tests."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from dlac_pipeline.plan.source_order import Cursor

@@ -1,7 +1,5 @@
 """The job that the nodes recover, and the real training that commits its checkpoint before, in a separate process."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import subprocess

@@ -4,8 +4,6 @@ A `TCPStore` in the client counts its store operations. Bytes and messages are t
 store (TCP_INFO). Processor time is that of getrusage, for the supervisor and its ended processes.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import resource

@@ -1,7 +1,5 @@
 """One recovery: start all nodes, kill some, wait until every other node has the verified resume point."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

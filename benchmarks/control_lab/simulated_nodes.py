@@ -4,8 +4,6 @@ In: a job spec. Out: the nodes' messages. Nodes of a cluster start on their own 
 node reads the run's secret from a pipe, which is written when all nodes wait for it. They then meet at the same time.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os

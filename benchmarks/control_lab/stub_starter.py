@@ -3,8 +3,6 @@
 The rest of a launch is the product's: its folder, the process group of each rank, the signals.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tempfile

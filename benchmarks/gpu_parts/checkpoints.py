@@ -1,7 +1,5 @@
 """Asynchronous checkpoints of a model on the device: the wait of training, and their cost in throughput."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from benchmarks.figures import Figure

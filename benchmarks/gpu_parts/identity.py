@@ -1,7 +1,5 @@
 """The demo's training with a rank killed in the middle, and undisturbed: losses compared bit by bit."""
 
-from __future__ import annotations
-
 import sysconfig
 import threading
 import time

@@ -1,7 +1,5 @@
 """The nondeterministic kernels of a training step of the model, by name."""
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import asdict

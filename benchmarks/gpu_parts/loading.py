@@ -1,7 +1,5 @@
 """Batches of the reader for a model: the saving by a copy stream, and the wait of the model."""
 
-from __future__ import annotations
-
 import json
 import statistics
 import sys

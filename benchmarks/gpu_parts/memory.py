@@ -1,7 +1,5 @@
 """Restarts from states in memory, of a training on the device: kills of a rank, and of all ranks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from benchmarks.figures import Figure

@@ -1,7 +1,5 @@
 """The measured device, found by a separate process: the one that starts ranks must not open the driver."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -1,7 +1,5 @@
 """A measurement as a page of the docs: from its JSON to Markdown."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Sizes and durations of each part: for an accelerator, for the CPU, and for a quick check."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from benchmarks.recovery_lab.memory_run import SIZES, Size

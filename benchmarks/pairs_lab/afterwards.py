@@ -1,7 +1,5 @@
 """The operation after the training, compared with the script's own log."""
 
-from __future__ import annotations
-
 import shutil
 from collections import Counter
 from collections.abc import Callable

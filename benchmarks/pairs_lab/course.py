@@ -1,7 +1,5 @@
 """One combination from its origin to its judgement."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

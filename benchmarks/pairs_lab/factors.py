@@ -1,7 +1,5 @@
 """Factors of a combination, the combinations that exist, a list that covers all pairs of values, and its reduction."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Mapping
 from itertools import combinations, product

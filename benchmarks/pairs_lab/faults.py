@@ -1,7 +1,5 @@
 """Launches of `dlac train`, and the fault that hits one of them."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

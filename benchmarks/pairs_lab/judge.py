@@ -1,7 +1,5 @@
 """Judgement of a combination by the script's own log: rows, the chain of digests, learning rates, and what is left over."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from itertools import pairwise

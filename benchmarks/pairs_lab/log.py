@@ -1,7 +1,5 @@
 """The log of the training script: what each rank trained on, in the attempt that counts."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The lakehouse, tables and job file of a combination."""
 
-from __future__ import annotations
-
 import json
 import random
 import subprocess

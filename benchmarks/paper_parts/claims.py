@@ -1,7 +1,5 @@
 """The paper's claims and its tables, each beside what was measured here."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

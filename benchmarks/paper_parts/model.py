@@ -1,7 +1,5 @@
 """A small transformer of 1.0 M parameters that predicts the next byte. Its results depend on its seed and its batches alone."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """Goodput over a simulated month, with the published interruptions of Llama 3 and this page's own measured recoveries."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

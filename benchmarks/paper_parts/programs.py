@@ -1,7 +1,5 @@
 """The paper's other experiments: programs of this folder, and what the paper says of each."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The trainings of `divergence`, summed up per setting and method."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence

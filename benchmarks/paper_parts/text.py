@@ -1,7 +1,5 @@
 """Real text as rows of bytes: the modules of Python's standard library, some of which are held back for validation."""
 
-from __future__ import annotations
-
 import sysconfig
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 It imports here what `training_run` imports at first use: once for all launches.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

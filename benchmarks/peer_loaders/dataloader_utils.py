@@ -1,7 +1,5 @@
 """torch-dataloader-utils: its `IcebergDataset` below its DataLoader, with its state of completed shards."""
 
-from __future__ import annotations
-
 import importlib
 import pickle
 from collections.abc import Iterator

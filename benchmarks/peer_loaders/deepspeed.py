@@ -1,7 +1,5 @@
 """DeepSpeed's own loader: what `deepspeed.initialize(training_data=...)` makes. Its checkpoints hold no position of it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

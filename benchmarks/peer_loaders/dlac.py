@@ -1,7 +1,5 @@
 """DLAC's own dataset, iterated without a DataLoader: its background threads correspond to the workers of the others."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

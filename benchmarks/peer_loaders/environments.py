@@ -4,8 +4,6 @@ MosaicML Streaming and torchtitan have their own: the one needs numpy < 2.2 and 
 the others do not allow. LanceDB, Ray and DLRover have their own too, because each brings much that the others do not need.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Hugging Face datasets: an Iceberg table streamed through pyiceberg, else as `hf_parquet`."""
 
-from __future__ import annotations
-
 import importlib
 
 from pyiceberg.catalog import load_catalog

@@ -1,7 +1,5 @@
 """Hugging Face datasets: Parquet files streamed, split by node, below torchdata's StatefulDataLoader."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

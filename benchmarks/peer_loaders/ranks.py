@@ -1,7 +1,5 @@
 """The ranks of a launch as one group, as they are in a training: they step, save and exit together."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from typing import Any

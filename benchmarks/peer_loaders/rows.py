@@ -1,7 +1,5 @@
 """Rows of the benchmark's Parquet files as arrays, for the loaders that convert them or read them by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

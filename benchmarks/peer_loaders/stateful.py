@@ -1,7 +1,5 @@
 """A torch dataset with a state below torchdata's `StatefulDataLoader`, as its documentation shows it."""
 
-from __future__ import annotations
-
 import importlib
 import pickle
 from collections.abc import Callable, Iterator

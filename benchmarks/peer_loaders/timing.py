@@ -1,7 +1,5 @@
 """Rates of loaders and their times to resume: one rank each, all loaders in turn, round by round."""
 
-from __future__ import annotations
-
 import dataclasses
 import statistics
 from collections.abc import Mapping

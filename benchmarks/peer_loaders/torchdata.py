@@ -4,8 +4,6 @@ Row groups are dealt to workers. The state has the files, so that a resume reads
 in the worker's own row groups, and the rest of a packed sequence.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

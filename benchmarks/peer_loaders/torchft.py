@@ -3,8 +3,6 @@
 Each rank is a replica group of one process. The dataset has random access, and the rows of all files in memory.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

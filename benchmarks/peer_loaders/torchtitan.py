@@ -1,7 +1,5 @@
 """torchtitan's ParallelAwareDataloader over the dataset of `torchdata`: torchtitan's own datasets are texts, always packed."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 

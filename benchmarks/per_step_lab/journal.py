@@ -4,8 +4,6 @@ A line is a JSON object with `event`, `group`, `pid` and `at`. Events: `share` (
 and `died`, with the phase.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -4,8 +4,6 @@ Steps of training follow each asynchronous checkpoint, as its copy and its write
 the optimizer only.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

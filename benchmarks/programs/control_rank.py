@@ -1,7 +1,5 @@
 """The rank of the training that commits the checkpoint for the recoveries of benchmarks/control_plane.py."""
 
-from __future__ import annotations
-
 import torch
 
 import dlac_pipeline as dlac

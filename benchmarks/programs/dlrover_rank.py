@@ -4,8 +4,6 @@
 Each rank writes its process, step, loss and rows to `journal-RANK` before the step. Rank 0 stamps finished steps.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import os

@@ -3,8 +3,6 @@
 With $DETERMINISTIC=1 PyTorch uses deterministic kernels only, and fails if it has none.
 """
 
-from __future__ import annotations
-
 import os
 import runpy
 import sys

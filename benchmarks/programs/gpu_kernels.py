@@ -3,8 +3,6 @@
 PyTorch warns of those that it knows. A repeated step also shows whether its gradients are the same.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -7,8 +7,6 @@ A side reads alone: each segment opens its reader at the end of the side's last 
 - held: one batch on the device, repeatedly.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -1,7 +1,5 @@
 """The rank of benchmarks/listeners.py: it trains a small transformer, and writes the seconds of each step."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import time

@@ -3,8 +3,6 @@
 A frozen table, which is not trained, makes its state larger.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterable

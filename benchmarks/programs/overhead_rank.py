@@ -1,7 +1,5 @@
 """The rank of benchmarks/overhead.py: the same training step alternates with and without `run.step_done`."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Iterator

@@ -9,8 +9,6 @@ Params: the `engine`, the folder `log`, `pause_s`, `slow`: a file with which ste
 process dies after its restore.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """torchft's lighthouse with DLAC's settings at a port, for benchmarks/per_step.py: `per_step_lighthouse.py PORT`."""
 
-from __future__ import annotations
-
 import signal
 import sys
 

@@ -1,7 +1,5 @@
 """The model of both sides of benchmarks/per_step.py, and its loss for each sample."""
 
-from __future__ import annotations
-
 import torch
 
 WIDTH = 256

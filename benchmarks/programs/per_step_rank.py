@@ -1,7 +1,5 @@
 """A replica group of DLAC, for benchmarks/per_step.py."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

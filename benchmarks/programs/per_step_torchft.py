@@ -5,8 +5,6 @@ journal and of checkpoints, steps. The state of a StatefulDataLoader is saved af
 averaged by `Manager.allreduce`: torchft 0.2.0's own wrapper of DistributedDataParallel fails on a dead peer.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -1,7 +1,5 @@
 """Peak resident memory of one reader, for benchmarks/reader.py. Input: home, kind, shuffle, rows of a row group. Output: JSON."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

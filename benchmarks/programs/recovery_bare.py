@@ -3,8 +3,6 @@
 `recovery_bare.py CHECKPOINTS STAMPS FILE...`: folder of checkpoints, file of step stamps, the table's Parquet files.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator

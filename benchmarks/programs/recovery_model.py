@@ -1,7 +1,5 @@
 """The small model with DeepSpeed's ZeRO 1 that both sides of benchmarks/recovery.py train, and the stamps of its steps."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

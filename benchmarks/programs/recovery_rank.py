@@ -1,7 +1,5 @@
 """The rank of benchmarks/recovery.py with DLAC."""
 
-from __future__ import annotations
-
 from recovery_model import make_engine, stamp, train_step  # type: ignore[import-not-found]  # the rank puts this folder on the path
 
 import dlac_pipeline as dlac

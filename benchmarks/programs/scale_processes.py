@@ -4,8 +4,6 @@ Every process simulates a rank with its own processor. Its processor time counts
 separate process with one thread serves the store of all of them.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import time

@@ -4,8 +4,6 @@ The journal has a line per step: attempt, step, rank, number of ranks, the row i
 is done. A replica group writes one more line once a step is done. A rehearsal writes none.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

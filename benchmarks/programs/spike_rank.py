@@ -1,7 +1,5 @@
 """The rank of benchmarks/spike.py, in plain PyTorch: a small GPT over bytes, or a regression of a number on them."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

@@ -1,7 +1,5 @@
 """The rank of benchmarks/traffic.py: a replicated model, with replica groups or without, whose last step is in a file."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

@@ -3,8 +3,6 @@
 It records a step before it reports it. For intervals.py it takes the checkpoints itself, in every other block of steps.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Loaders that a careful user writes in an hour, over `ParquetFile.iter_batches` or pyiceberg's batch reader, and bare scans."""
 
-from __future__ import annotations
-
 import importlib
 import warnings
 from collections.abc import Iterable, Iterator

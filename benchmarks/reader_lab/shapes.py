@@ -1,7 +1,5 @@
 """Shapes of tables: types and widths of columns, sizes of row groups and batches, deleted rows, a row filter."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -5,8 +5,6 @@ whose state all nodes and their buddies have. A token bucket (tbf) limits what e
 counts steps that keep a state, up to the end of the next one. A run without states shows what copies take from gradients.
 """
 
-from __future__ import annotations
-
 import subprocess
 import threading
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """From seconds to recover, by side, to figures compared with the bare relaunch."""
 
-from __future__ import annotations
-
 import os
 import statistics
 from collections.abc import Mapping, Sequence

@@ -3,8 +3,6 @@
 It also has the sizes of its model.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import statistics

@@ -3,8 +3,6 @@
 A spare waits beside them. What they send to the catalog and to the rendezvous counts.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import subprocess

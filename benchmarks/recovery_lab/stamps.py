@@ -1,7 +1,5 @@
 """Runs whose ranks are killed, and their finished steps, which rank 0 stamps in a file."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal

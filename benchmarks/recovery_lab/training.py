@@ -1,7 +1,5 @@
 """The training that both recovery benchmarks kill: its table, its DLAC job, and its steps as observed from outside."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Collection
 from pathlib import Path

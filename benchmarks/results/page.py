@@ -6,8 +6,6 @@ measured, `r("FIGURE")` is a figure with its unit, `r.number("FIGURE")` without,
 `r.has("FIGURE")` whether there is one. missed.toml has the reason of each missed bar.
 """
 
-from __future__ import annotations
-
 import json
 import tomllib
 from fnmatch import fnmatch

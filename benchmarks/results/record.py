@@ -6,8 +6,6 @@ results. A program that prints no figures leaves the earlier result. The exit st
 may be 1.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

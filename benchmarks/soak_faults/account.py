@@ -1,7 +1,5 @@
 """The final account: every run is exact and equal to an undisturbed one, and no failed part has left anything."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The choice of faults: from a seed and a number of faults to the whole campaign, before it begins."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Collection
 from dataclasses import asdict, dataclass

@@ -1,7 +1,5 @@
 """From a fault to its healing: strike, wait until all conditions hold, and record the course."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The campaign's environment: a lakehouse, a real Dagster on it, and training runs that are replaced when they finish."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor

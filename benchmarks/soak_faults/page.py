@@ -1,7 +1,5 @@
 """The campaign as a page of the docs: from its JSON to Markdown."""
 
-from __future__ import annotations
-
 import json
 import statistics
 import time

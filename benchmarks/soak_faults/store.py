@@ -1,7 +1,5 @@
 """A checkpoint store that can be filled up: a small file system, if mounting one is permitted."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Iterator

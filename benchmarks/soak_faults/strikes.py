@@ -1,7 +1,5 @@
 """The faults, each done to real processes and files. A temporary fault has ended when its function returns."""
 
-from __future__ import annotations
-
 import random
 import shutil
 import signal

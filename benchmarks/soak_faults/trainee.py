@@ -1,7 +1,5 @@
 """One training run of the campaign, as observed from outside: its ledger rows, processes and journal."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

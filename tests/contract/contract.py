@@ -6,8 +6,6 @@ and the spec changes. The global batches and cursors of both must be the same, b
 must follow from the tables' own history: each row once per pass, and no row that was deleted before.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """The tables of the contract: the columns of a row, computed from its id, and the items that a reader must return."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 The table itself keeps the ids of its live rows, so that the tested code does not determine what is expected.
 """
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager

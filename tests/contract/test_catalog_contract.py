@@ -1,7 +1,5 @@
 """Promises about a catalog, on SQLite, PostgreSQL, SeaweedFS's Iceberg REST catalog with its S3 store, and moto's Glue."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """The contract of commands: of DLAC's extensions and of a third party's."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

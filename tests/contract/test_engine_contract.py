@@ -1,7 +1,5 @@
 """The door of engines: the core's, extensions', and one of another author that a folder brings, keep one contract."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from pprint import pformat

@@ -1,7 +1,5 @@
 """Promises of the door `dlac.file_checks`, by the check of registered files and by one of another distribution."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Contract of file formats: ours, and one of another distribution, give the same units, dead rows and batches."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A kept lakehouse of each format version (tests/lakehouses/) is read, audited, rehearsed and trained on by the current code."""
 
-from __future__ import annotations
-
 import json
 import tarfile
 from pathlib import Path

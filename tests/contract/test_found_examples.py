@@ -1,7 +1,5 @@
 """Failures that examples of the contract found, as tests of their own."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

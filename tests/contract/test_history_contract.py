@@ -1,7 +1,5 @@
 """Promises of the door `dlac.histories`, by the history of Iceberg tables and by one of another distribution."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

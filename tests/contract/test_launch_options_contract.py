@@ -1,7 +1,5 @@
 """The door of launch options: torchrun's, and another author's that take their place."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The door of loaders: the one of micro-batches, and one of another author, give a run's batches to a trainer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

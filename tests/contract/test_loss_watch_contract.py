@@ -1,7 +1,5 @@
 """The door of loss watches: the one for spikes, and one of another author, keep one contract."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

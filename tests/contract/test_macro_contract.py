@@ -1,7 +1,5 @@
 """The door of macros: `rows_of_step`, and the macro of another author, answer the calls in a query of `dlac sql`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The door of termination notices: the URL of a cloud, and a source of another author."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The door of observers: the one for stragglers, and one of another author, observe the ranks of an attempt."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Every reader configuration fulfills the contract."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache

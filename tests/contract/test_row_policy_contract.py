@@ -1,7 +1,5 @@
 """The door of row policies: those for poison rows and spikes, and one of another author, keep one contract."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

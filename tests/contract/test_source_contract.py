@@ -3,8 +3,6 @@
 Delta and Hudi are entry points of this distribution. The format "folder" is one of another author, installed from a folder.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """An accelerated day of continual training: a changing table, killed scheduled runs, and a final check of all rows."""
 
-from __future__ import annotations
-
 import json
 import random
 import subprocess

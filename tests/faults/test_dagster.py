@@ -1,7 +1,5 @@
 """A training run under a real Dagster daemon whose processes are killed: it recovers, and no process outlives it."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Dagster runs that are cancelled, preempted or lost with their node, with a real daemon."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The same recovery with Dagster's instance storage in a real PostgreSQL server."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 import dagster as dg

@@ -1,7 +1,5 @@
 """Ranks that live without progress, or with little: their heartbeats show them, and the reports name the phase."""
 
-from __future__ import annotations
-
 import time
 from itertools import count
 from typing import Any

@@ -4,8 +4,6 @@ The catalog is a PostgreSQL server on the network, and so is the rendezvous. The
 stays available, like a separate storage network. An isolated node could write to it, but must not commit a checkpoint.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 

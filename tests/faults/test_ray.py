@@ -1,7 +1,5 @@
 """Ray Train with one or two workers: a node joins, a worker is killed, the node is lost, and the run stays exact."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

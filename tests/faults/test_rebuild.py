@@ -1,7 +1,5 @@
 """`dlac ledger rebuild` that is killed at its worst moments, and repeated."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

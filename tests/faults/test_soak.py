@@ -1,7 +1,5 @@
 """Short campaigns: every kind of fault under a real Dagster, pairs of features, and the demo on real servers."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Runs for the audit to look at: of every kind, trained in this process, and forged ones."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field

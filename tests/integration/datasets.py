@@ -1,7 +1,5 @@
 """What the tests of the PyTorch dataset share: tables, datasets of every kind over them, and batches as plain data."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -3,8 +3,6 @@
 Values are kept as the oracle compares them: dates and times as integers since 1970 in the unit of their type.
 """
 
-from __future__ import annotations
-
 import struct
 import uuid
 from collections.abc import Callable, Iterator, Sequence

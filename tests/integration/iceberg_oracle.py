@@ -1,7 +1,5 @@
 """The live rows of an Iceberg table, as DuckDB finds them in the same Parquet files by explicit anti joins."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

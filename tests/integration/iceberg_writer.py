@@ -4,8 +4,6 @@ pyiceberg writes neither delete files nor format v3, so manifests, manifest list
 its Avro writer and schemas. Sequence numbers, partitions and field ids are whatever a test chooses.
 """
 
-from __future__ import annotations
-
 import json
 import uuid
 import zlib

@@ -1,7 +1,5 @@
 """The quickstart, as a person follows it: its files and its commands, word for word, in an empty folder."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

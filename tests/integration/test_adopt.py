@@ -1,7 +1,5 @@
 """A run that begins from a foreign checkpoint: its state is loaded, and its history is reported as unknown."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

@@ -1,7 +1,5 @@
 """The runs that alert sensors report, and alerts that cannot be delivered."""
 
-from __future__ import annotations
-
 import json
 import logging
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The page of questions about data: each of its commands, in order, gives the output that the page shows."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

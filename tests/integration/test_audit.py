@@ -1,7 +1,5 @@
 """The audit of runs that are what they should be, and what it prints."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

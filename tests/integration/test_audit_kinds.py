@@ -1,7 +1,5 @@
 """The audit of every kind of run equals the tensors: mixtures, packing, transforms, exclusions, followed tables."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack

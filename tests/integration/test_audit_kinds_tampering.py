@@ -1,7 +1,5 @@
 """The audit reports any change in the ledger of a run of several legs, streamed sources or followed tables."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """The audit reports any change in the ledger, the slices or the data files in a sentence."""
 
-from __future__ import annotations
-
 from pyiceberg.expressions import And, EqualTo
 
 from dlac_pipeline.audit.audit import audit_run

@@ -1,7 +1,5 @@
 """Commits that are repeated beside other writers: pins, and new columns of DLAC's tables."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -1,7 +1,5 @@
 """Dagster runs that are cancelled when Dagster cannot reach their processes, on a real instance."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

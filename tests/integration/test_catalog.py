@@ -1,7 +1,5 @@
 """The project's catalog: declared source tables, and saved queries."""
 
-from __future__ import annotations
-
 import tarfile
 from pathlib import Path
 

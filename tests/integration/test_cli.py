@@ -1,7 +1,5 @@
 """The `dlac` command as a person or a script uses it."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

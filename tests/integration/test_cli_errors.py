@@ -1,7 +1,5 @@
 """What the `dlac` command does about faults of its surroundings, and about exceptions that nothing expects."""
 
-from __future__ import annotations
-
 import json
 import math
 import signal

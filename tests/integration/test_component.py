@@ -1,7 +1,5 @@
 """The component of a training run: its assets, what they do on a real lakehouse, and what recovers them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The consumption audit as Dagster checks: a tampered ledger fails the check that names its kind of contradiction."""
 
-from __future__ import annotations
-
 import dagster as dg
 import pytest
 

@@ -1,7 +1,5 @@
 """When the schedule and the sensor on snapshots train a run again, and when they wait for a person."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A conversion is made once and whole, is verified before it is used, and goes with its checkpoint."""
 
-from __future__ import annotations
-
 import fcntl
 import shutil
 import signal

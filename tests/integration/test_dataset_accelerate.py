@@ -1,7 +1,5 @@
 """An Accelerate loop over the dataset: prepared, saved and resumed exactly."""
 
-from __future__ import annotations
-
 from itertools import islice
 from pathlib import Path
 from typing import Any

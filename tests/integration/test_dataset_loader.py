@@ -1,7 +1,5 @@
 """Any number of loader workers gives the same batches of the PyTorch dataset, and the position follows the consumer."""
 
-from __future__ import annotations
-
 import gc
 import re
 from itertools import islice

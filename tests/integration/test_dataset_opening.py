@@ -1,7 +1,5 @@
 """Opening the PyTorch dataset: from settings or a job spec, on any rank."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

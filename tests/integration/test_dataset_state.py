@@ -1,7 +1,5 @@
 """The state of the PyTorch dataset is the same for every way of reading, and resumes in every way."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The wheel: one package, with which the quickstart works beside the `catalog`, `assets` and `jobs` of its project."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

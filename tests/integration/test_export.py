@@ -1,7 +1,5 @@
 """Weights for deployment: what a checkpoint's model has, in one file, and from the file back to what it has seen."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

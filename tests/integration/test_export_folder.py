@@ -1,7 +1,5 @@
 """Export in the layout of Hugging Face: `from_pretrained` loads the folder, and each file of weights is identified."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

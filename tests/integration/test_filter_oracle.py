@@ -1,7 +1,5 @@
 """Every way to decide a filter beside a row-by-row oracle."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from random import Random
 

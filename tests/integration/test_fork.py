@@ -1,7 +1,5 @@
 """A run that begins from a checkpoint of another one: it has its model, and has seen what that has seen."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

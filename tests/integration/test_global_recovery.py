@@ -1,7 +1,5 @@
 """What the sensors of global recovery make of Dagster runs that have ended, on a real lakehouse and a real instance."""
 
-from __future__ import annotations
-
 import sqlite3
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Ingestion of a corpus and of its tokens, over real SQLite catalogs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

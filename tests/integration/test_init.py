@@ -1,7 +1,5 @@
 """`dlac init`: projects that train at once on the columns of a table, and refusals."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pyarrow as pa

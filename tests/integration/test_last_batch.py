@@ -1,7 +1,5 @@
 """Batches for which too few samples are left: `last_batch` in a plain loop, loaders, several ranks, and across a resume."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable
 from itertools import islice

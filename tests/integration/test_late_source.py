@@ -1,7 +1,5 @@
 """`place = "late"`: a source whose rows come after all other sources' rows, in any number of attempts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

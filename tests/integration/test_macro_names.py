@@ -1,7 +1,5 @@
 """Macros of the audit in queries whose tables and columns have the names that the macros use."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

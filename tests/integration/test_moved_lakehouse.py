@@ -1,7 +1,5 @@
 """A lakehouse that is moved or copied as a folder, and homes with odd names."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Losses and weights that are NaN or infinite, under `launch.on_nonfinite_loss`."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """What Dagster's sensors and checks decide, on a real lakehouse and a real instance, without a daemon."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A PostgreSQL catalog whose rows are locked: by a client that is frozen in the middle of its commit, or by anybody for good."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

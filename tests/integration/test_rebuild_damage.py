@@ -1,7 +1,5 @@
 """Each kind of damage at each place of a lakehouse: an error that names the rebuild, and a rebuild that restores or names it."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Checkpoints and tables in an object store and in a REST catalog: whole runs, and a network or server that fails."""
 
-from __future__ import annotations
-
 import shutil
 import threading
 from collections.abc import Iterator

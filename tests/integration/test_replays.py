@@ -1,7 +1,5 @@
 """Steps that were not applied, under `launch.on_skipped = "replay"`."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path

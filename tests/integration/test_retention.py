@@ -1,7 +1,5 @@
 """Old checkpoints are retired by the commit of a new one, and only retired checkpoints are ever removed."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

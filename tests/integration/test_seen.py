@@ -1,7 +1,5 @@
 """Who has seen a document: the keys of rows against what was in the tensors."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

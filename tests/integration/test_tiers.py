@@ -1,7 +1,5 @@
 """A checkpoint's copies: made on this node, durable in the store, repaired from there, and one is enough to resume."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Messages of the ranks' tree between real processes."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

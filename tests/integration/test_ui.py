@@ -1,7 +1,5 @@
 """The UI as a person sees it: a real webserver and daemon in headless Chromium. `DLAC_PICTURES=docs/pictures` keeps pictures."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterator

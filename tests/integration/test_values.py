@@ -1,7 +1,5 @@
 """Values as the pinned snapshot defines them: timestamps, partition values, names and shapes of tensors, ids, schemas."""
 
-from __future__ import annotations
-
 import datetime as dt
 from pathlib import Path
 from typing import Any

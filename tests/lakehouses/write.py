@@ -7,8 +7,6 @@ The runs: `launched` (two real ranks, one killed, stopped, rewound with an exclu
 from it, `mixed`, `packed`, `transformed` (one rank each, killed in the middle), `followed` (caught up with its table).
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

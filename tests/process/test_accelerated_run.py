@@ -1,7 +1,5 @@
 """Whole runs on a fake accelerator, in their own processes."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

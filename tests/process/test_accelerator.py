@@ -1,7 +1,5 @@
 """Work on accelerators, with a fake one that a separate process registers with PyTorch."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

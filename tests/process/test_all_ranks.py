@@ -1,7 +1,5 @@
 """All ranks of an attempt in the view of the leading node: reports of following nodes, lost nodes, and the first failure."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Processes of benchmarks: kept results, and `benchmarks.gpu` on the CPU."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

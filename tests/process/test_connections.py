@@ -1,7 +1,5 @@
 """Connections that are silent, unavailable or refused, over real sockets: to catalogs, and in scripts."""
 
-from __future__ import annotations
-
 import socket
 from pathlib import Path
 from typing import Literal

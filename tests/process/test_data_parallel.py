@@ -1,7 +1,5 @@
 """Ranks that are not data-parallel are refused by name, before they train on rows twice or resume with another stage."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

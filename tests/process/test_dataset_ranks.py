@@ -1,7 +1,5 @@
 """Ranks that read one dataset together, with real processes and a real process group."""
 
-from __future__ import annotations
-
 import json
 from itertools import chain
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Verification of a checkpoint by several nodes: one node reads each file, and the leader what another cannot read."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager

@@ -1,7 +1,5 @@
 """Engines in real processes: a checkpoint is restored by any number of ranks, and code in it is never run."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Leader and follower nodes whose ranks are still starting: they receive stops, and notice lost nodes."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable, Iterator

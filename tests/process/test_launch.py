@@ -1,7 +1,5 @@
 """Ranks as processes: forked or spawned, signalled, ended, and reported if they cannot start. The scripts import nothing."""
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import multiprocessing.spawn

@@ -1,7 +1,5 @@
 """A run on one node opens no port that another node reaches."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

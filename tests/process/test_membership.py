@@ -1,7 +1,5 @@
 """Nodes meet, form rounds, lose each other and end runs, with a real store."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -1,7 +1,5 @@
 """The example of the page on mixtures, run as a reader runs it."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Checkpoints of sharded state that other programs open, and checkpoints from earlier versions."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

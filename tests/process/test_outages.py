@@ -1,7 +1,5 @@
 """Launches during an outage of the catalog or the store: how long they wait, and what a stop reports."""
 
-from __future__ import annotations
-
 import threading
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The wait between two retries."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

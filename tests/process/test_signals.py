@@ -1,7 +1,5 @@
 """Signals to a launcher whose main thread uses the same objects as the handlers."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Stores of this node listen at their configured address only."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import socket

@@ -1,7 +1,5 @@
 """The file of a state that cannot grow: the failure is the operating system's own error."""
 
-from __future__ import annotations
-
 import errno
 import resource
 import subprocess

@@ -1,7 +1,5 @@
 """Events of a supervisor in a Dagster run that stores them slowly, or cannot store them."""
 
-from __future__ import annotations
-
 import select
 import subprocess
 import sys

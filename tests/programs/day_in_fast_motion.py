@@ -1,7 +1,5 @@
 """DLAC's definitions for an accelerated day: schedules of every 15 minutes and every night are evaluated every few seconds."""
 
-from __future__ import annotations
-
 import dagster as dg
 
 from dlac_pipeline.dagster.maintenance import upkeep_job

@@ -3,8 +3,6 @@
 The file is a list with one object per version: name of a live file -> positions of its deleted rows.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 

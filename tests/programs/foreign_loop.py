@@ -4,8 +4,6 @@ Arguments: JSON with the files, the folder of positions and of the shadow, the s
 and dies (0: never), and whether its position forgets the batches of the row group.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -3,8 +3,6 @@
 Usage: `kill_at_announcement.py MARKER COMMAND...`. The file MARKER records the kill, and COMMAND is run.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -5,8 +5,6 @@
 has been prepared, before it is sent.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Two ranks with models of several kinds of parallelism, and the verdict of the check of data parallelism on each, as JSON."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

@@ -5,8 +5,6 @@ file), merge all data files into one, or expire snapshots and delete their files
 records it afterwards, as evidence that is independent of DLAC.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import sys

@@ -1,7 +1,5 @@
 """Train on a fake accelerator: `train_on_fake_device.py SPEC`. Prints its results as JSON."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -3,8 +3,6 @@
 Params: `trainer`, the number of `micro_batches`, and the path `weights`.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import Any

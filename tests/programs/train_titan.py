@@ -1,7 +1,5 @@
 """A trainer with the loop of torchtitan 0.3, and its interfaces to a data loader and a checkpoint manager."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path

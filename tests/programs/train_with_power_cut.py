@@ -3,8 +3,6 @@
 It makes a missing lakehouse and source table, and marks every step whose checkpoint was acknowledged.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Use all of DLAC's code for accelerators on a fake one, and print the results as JSON."""
 
-from __future__ import annotations
-
 import json
 import random
 import sys

@@ -3,8 +3,6 @@
 `--show` prints the events of one seed. `--catch` prints, for each rule, the first of N seeds that catches its absence.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

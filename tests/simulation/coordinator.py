@@ -1,7 +1,5 @@
 """The coordinator claims the run, chooses a copy in memory or a checkpoint, and starts an attempt. The operator rewinds."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from tests.simulation.commit import check_owner

@@ -1,7 +1,5 @@
 """The faults of one schedule. After the last one all nodes and services work again, and the run must finish."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -4,8 +4,6 @@ One lighthouse forms their quorums, and none is a row of the ledger. So the fenc
 may be done twice: by a group that falls silent, and by those that dropped it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from tests.simulation.commit import Stage, commit_checkpoint, finish_run

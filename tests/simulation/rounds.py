@@ -1,7 +1,5 @@
 """The engine of rounds: all ranks are one process group. The failure of one ends the attempt, and the run is claimed again."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from tests.simulation.commit import Stage, commit_checkpoint, finish_run

@@ -3,8 +3,6 @@
 docs/design/0030-memory-states.md explains the protocol that they make up.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from typing import TypeVar
 

@@ -1,7 +1,5 @@
 """The schedule of one seed: run it, and check its invariants."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial

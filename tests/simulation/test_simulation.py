@@ -1,7 +1,5 @@
 """The survival protocol, simulated: all seeds pass, and each rule is needed. See docs/design/0030-memory-states.md."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Values of the simulation: states of training, copies in memory, and rows of the ledger."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

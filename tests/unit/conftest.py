@@ -1,7 +1,5 @@
 """All tests of this folder stay in their process."""
 
-from __future__ import annotations
-
 import pytest
 
 

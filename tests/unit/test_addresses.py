@@ -1,7 +1,5 @@
 """Addresses of folders, buckets and catalogs: each has one spelling, and a typo is refused by name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The state machine of an attempt: every observation in every state."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

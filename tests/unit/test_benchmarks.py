@@ -1,7 +1,5 @@
 """The choices and sums of benchmarks, without a measurement."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

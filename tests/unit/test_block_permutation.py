@@ -1,7 +1,5 @@
 """The permutation of a block, and the rows that key groups are dealt."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

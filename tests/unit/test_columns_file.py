@@ -1,7 +1,5 @@
 """Columns of data files as the schema of their table has them."""
 
-from __future__ import annotations
-
 import datetime as dt
 import io
 import uuid

@@ -1,7 +1,5 @@
 """The digest of a run's configuration: it depends on the training settings only, and older manifests have none."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

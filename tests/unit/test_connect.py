@@ -1,7 +1,5 @@
 """Connections to catalogs: their addresses, timeouts, outages and locks."""
 
-from __future__ import annotations
-
 import errno
 import sqlite3
 import threading

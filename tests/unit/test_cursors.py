@@ -1,7 +1,5 @@
 """Cursors, voted for by ranks or restored from a checkpoint, must match the order."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The Dagster definitions of this project: names, descriptions, what starts automatically, and the check of a rehearsal."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Private names of other libraries, and the versions and extras that `pyproject.toml` declares."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import pkgutil

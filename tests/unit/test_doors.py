@@ -1,7 +1,5 @@
 """Doors: entry points of this distribution and of others, names that nothing answers to, and names of tables of other formats."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """States of every kind: a restored model and its optimizers train on as if they had never stopped, bit for bit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from pprint import pformat

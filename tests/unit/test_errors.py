@@ -1,7 +1,5 @@
 """Errors between processes: sent by name, and raised again in the receiver, which may have another version of DLAC."""
 
-from __future__ import annotations
-
 from dlac_pipeline.checkpoint.collectives import failure_named
 from dlac_pipeline.checkpoint.collectives import name_failure as failure_message
 from dlac_pipeline.lakehouse.errors import (

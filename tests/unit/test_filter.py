@@ -1,7 +1,5 @@
 """The text of filters, their literals, and their three-valued logic."""
 
-from __future__ import annotations
-
 import datetime as dt
 import re
 import uuid

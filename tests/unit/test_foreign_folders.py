@@ -1,7 +1,5 @@
 """Nothing is removed from, or read from, a folder that another user has prepared in a shared place such as /dev/shm."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import dataclass

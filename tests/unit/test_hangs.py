@@ -1,7 +1,5 @@
 """Heartbeats of ranks: their records, hung ranks and slow ones."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Endings of attempts that count as failures, and endings that do not."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

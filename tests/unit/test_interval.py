@@ -1,7 +1,5 @@
 """The interval between checkpoints and between states: the optimum, its bounds, and the failures in a run's history."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta

@@ -1,7 +1,5 @@
 """The rules of the tests: unit tests stay in their process, and the list of mutants names lines and tests that exist."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

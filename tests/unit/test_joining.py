@@ -1,7 +1,5 @@
 """Tables laid end to end or in another order: their rows, in one array each where the types allow."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Launch folders: old ones are removed, and none is made without the run's folder."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from unittest.mock import Mock

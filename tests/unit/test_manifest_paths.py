@@ -1,7 +1,5 @@
 """Files of a checkpoint are in its folder, whatever paths its manifest and links contain."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable

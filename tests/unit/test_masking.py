@@ -1,7 +1,5 @@
 """Secrets are masked in all output."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """A memory state is taken only if it provably continues the head, for the attempt that replaces its attempt."""
 
-from __future__ import annotations
-
 import os
 from contextlib import closing
 from dataclasses import replace

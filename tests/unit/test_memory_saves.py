@@ -1,7 +1,5 @@
 """A rank saves states in memory as often as the copies allow, seals whole ones only, and frees the memory of all others."""
 
-from __future__ import annotations
-
 import math
 import threading
 import time

@@ -1,7 +1,5 @@
 """Catalogs by their name in PyIceberg's configuration: places, precedence, refusals, and the guard in every class."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Filters that name rows by values: each is read back as the rows that it was made of."""
 
-from __future__ import annotations
-
 import string
 from datetime import UTC, date, datetime, time
 from decimal import Decimal

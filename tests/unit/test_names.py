@@ -1,7 +1,5 @@
 """Names of runs and of checkpoints that people choose."""
 
-from __future__ import annotations
-
 import pytest
 
 from dlac_pipeline.extensions.erasure.explain import explain_sql

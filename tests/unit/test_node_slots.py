@@ -1,7 +1,5 @@
 """A node takes a slot and the lease of a run, one exchange at a time, over a store in memory."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import pytest

@@ -1,7 +1,5 @@
 """Rows and documents packed into sequences, in any blocks and from any cursor."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 

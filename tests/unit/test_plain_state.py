@@ -1,7 +1,5 @@
 """Plain values in a checkpoint: numbers become Python's, and types that loading refuses are never saved."""
 
-from __future__ import annotations
-
 import struct
 from collections import Counter, OrderedDict
 from enum import IntEnum

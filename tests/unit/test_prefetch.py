@@ -1,7 +1,5 @@
 """Blocks decoded ahead stay within the memory budget, by their real sizes and not only by estimates."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Logs of ranks: bounded while they grow, and shown without harm to a terminal."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

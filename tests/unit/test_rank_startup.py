@@ -1,7 +1,5 @@
 """The start of a rank: the decision of rank 0, the resume point, and the record of the recovery."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 from typing import Any, cast

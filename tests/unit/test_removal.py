@@ -1,7 +1,5 @@
 """Removal of retired checkpoints: a failed removal blocks no other, is retried, and is logged once."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rescaling for new nodes: ranks have all the time that their checkpoint takes, but a termination notice keeps its deadline."""
 
-from __future__ import annotations
-
 import json
 import signal
 from collections.abc import Iterator

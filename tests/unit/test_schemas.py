@@ -1,7 +1,5 @@
 """Schemas of DLAC's own tables, compared with the kept ones of format version 1."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The record of an exception that ends a rank: the line of the user's code, and the party to blame."""
 
-from __future__ import annotations
-
 import json
 import runpy
 from pathlib import Path

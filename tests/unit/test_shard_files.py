@@ -1,7 +1,5 @@
 """Files of sharded state: tensors of every kind are restored bit for bit, each from the file that can contain it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

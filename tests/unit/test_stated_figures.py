@@ -1,7 +1,5 @@
 """Figures in README and docs equal results: programs measured them, and a page or a test can be made of them again."""
 
-from __future__ import annotations
-
 import json
 import re
 import tomllib

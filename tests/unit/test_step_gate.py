@@ -1,7 +1,5 @@
 """Copies beside training: a step of an optimizer waits for the copies of its tensors, and all else is copied at once."""
 
-from __future__ import annotations
-
 import copy
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Messages between ranks: notices, requests and losses reach every rank at the same step, over a tree."""
 
-from __future__ import annotations
-
 import pytest
 import torch.distributed as dist
 

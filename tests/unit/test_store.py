@@ -1,7 +1,5 @@
 """The folders of a run in its store: checked before an attempt, and shared with other nodes."""
 
-from __future__ import annotations
-
 import errno
 import os
 from concurrent.futures import ThreadPoolExecutor

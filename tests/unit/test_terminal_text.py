@@ -1,7 +1,5 @@
 """Text in a terminal: never wider than it is, complete in a narrow one, and without effect of codes from outside."""
 
-from __future__ import annotations
-
 import io
 import sys
 from typing import Any

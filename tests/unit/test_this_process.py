@@ -1,7 +1,5 @@
 """A process among the processes of its job, by the variables of its launcher."""
 
-from __future__ import annotations
-
 import pytest
 
 from dlac_pipeline.elastic.ranks.this_process import GROUP_VARIABLE, ThisProcess, this_process

@@ -1,7 +1,5 @@
 """The choice of the adapter of a state. A replicated one is loaded from a mapped file, which may be written afterwards."""
 
-from __future__ import annotations
-
 import random
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rows of the ledger: their columns, their form in manifests, and rows of newer versions."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from datetime import UTC, datetime

@@ -1,7 +1,5 @@
 """Variables, options of torchrun and properties: they become settings, or are refused or ignored by name."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Dialect words that prose must not use. The field has a plain word for each."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The files of states: copies keep values and shared memory, and content is digested during the write."""
 
-from __future__ import annotations
-
 import weakref
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """An audit by a record equals an audit of everything, at any time of the record and after any forgery."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise

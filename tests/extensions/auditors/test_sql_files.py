@@ -1,7 +1,5 @@
 """`dlac sql` reads the lakehouse and nothing else, and writes no file."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

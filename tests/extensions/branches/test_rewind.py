@@ -1,7 +1,5 @@
 """Going back: a new branch from an earlier checkpoint, with what it leaves out, beside the old one that stays auditable."""
 
-from __future__ import annotations
-
 import json
 
 import pyarrow as pa

@@ -1,7 +1,5 @@
 """Nodes serve, copy and fetch memory states: whole or not at all, of the present attempt, and with the run's secret only."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """Requests that `dlac chaos` refuses, before it starts a process."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Faults of `dlac chaos`: their notation, their choice by a seed, and when they are due."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import signal

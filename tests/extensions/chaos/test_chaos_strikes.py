@@ -1,7 +1,5 @@
 """Strikes of `dlac chaos` on real processes."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """Requests for a cluster, and a scheduler without a cluster: its answers are given, and its calls are recorded."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 It has no cluster: it schedules nothing, evicts nothing and checks no schema. The official client connects to it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -3,8 +3,6 @@
 It needs no privileges: authentication is off, processes are tracked by their group, and there is no accounting.
 """
 
-from __future__ import annotations
-
 import getpass
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Following and judging the job of a cluster, with a scheduler whose answers the test chooses."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

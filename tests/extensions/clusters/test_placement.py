@@ -1,7 +1,5 @@
 """Placement of a job on nodes with the newest checkpoint: which nodes they are, and what each scheduler receives."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Runs as jobs of a real local Slurm: a controller and three nodes, which are lost, preempted and restarted."""
 
-from __future__ import annotations
-
 import re
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Proofs about forgotten rows that must not be given: weights that were adopted, kept in memory, or left without keys."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

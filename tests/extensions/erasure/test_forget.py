@@ -1,7 +1,5 @@
 """Rows that are forgotten: plan, rewinds, retraining, certificate, and the checks of the certificate."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

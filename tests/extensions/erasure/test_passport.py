@@ -1,7 +1,5 @@
 """Passports: whether exported weights were trained on a document, from a file beside them, without the lakehouse."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import closing

@@ -1,7 +1,5 @@
 """`dlac summary`: the totals of the audit in the form that the public is owed, through forks."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

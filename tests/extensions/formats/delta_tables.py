@@ -3,8 +3,6 @@
 The log and the vectors are written as the Delta protocol defines them, without code of the library or of DLAC.
 """
 
-from __future__ import annotations
-
 import json
 import struct
 import uuid

@@ -1,7 +1,5 @@
 """Fixtures of the tests of listeners."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 

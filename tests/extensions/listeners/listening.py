@@ -1,7 +1,5 @@
 """Receivers of what listeners send, and listeners of another distribution, for tests."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import struct

@@ -1,7 +1,5 @@
 """Listeners of runs that go back, are forked, and lose checkpoints, with the real libraries."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path

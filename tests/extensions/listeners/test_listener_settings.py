@@ -1,7 +1,5 @@
 """Settings of listeners, their queues, and the translation of events."""
 
-from __future__ import annotations
-
 import threading
 import time
 from pathlib import Path

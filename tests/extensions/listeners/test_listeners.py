@@ -1,7 +1,5 @@
 """Listeners of real training runs, with the real libraries: a rank is killed, and listeners misbehave."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator

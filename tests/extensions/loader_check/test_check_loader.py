@@ -1,7 +1,5 @@
 """`dlac check-loader` on real loaders: in processes that are killed, with the example file and changes of it."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

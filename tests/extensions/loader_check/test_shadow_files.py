@@ -1,7 +1,5 @@
 """Files of `dlac.Shadow`: recorded calls, calls that never reach the loop, and the steps in the model."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Time of a run by cause, over ledgers that are written here."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta

@@ -1,7 +1,5 @@
 """`dlac logs`: the output of ranks, where it is, and why it is not there."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import socket

@@ -1,7 +1,5 @@
 """The state of a run's last launch, and its status in a terminal."""
 
-from __future__ import annotations
-
 import socket
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta

@@ -1,7 +1,5 @@
 """Consecutive deaths of attempts: the next attempt is the same, leaves the rows in hand out, or does not start."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Loss spikes: what counts as one, where it begins, and which samples are to blame."""
 
-from __future__ import annotations
-
 import math
 import random
 

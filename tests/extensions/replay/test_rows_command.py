@@ -1,7 +1,5 @@
 """`dlac rows` and `rows_of_step` in SQL: ranks, nodes, and what they refuse."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

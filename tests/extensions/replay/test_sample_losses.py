@@ -1,7 +1,5 @@
 """Losses of single samples, from the values that a script passes to the means of its batches."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any

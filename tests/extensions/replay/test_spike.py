@@ -1,7 +1,5 @@
 """`dlac spike`: the spikes of a run, the rows of a step by their loss, and the rewind that excludes the worst."""
 
-from __future__ import annotations
-
 import json
 import runpy
 import shlex

@@ -1,7 +1,5 @@
 """Rows of a step, computed from the order: what the training function saw, for legs of every kind."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,7 +1,5 @@
 """The lighthouse of replica groups as a process that may hang, and as the supervisor asks it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import urllib.request

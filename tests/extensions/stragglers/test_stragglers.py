@@ -1,7 +1,5 @@
 """Slow ranks: reported once, with the phase in which they are slow."""
 
-from __future__ import annotations
-
 import time
 
 from dlac_pipeline.extensions.stragglers.stragglers import Straggler, Stragglers

@@ -1,7 +1,5 @@
 """The example scripts of other trainers under torchrun, killed and restarted: losses, rows and incidents."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
