@@ -1,11 +1,8 @@
 """Memory states of a rank while it trains: saved after steps that all ranks agree on, at the interval of least cost."""
 
 import logging
-import math
 import os
-import statistics
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
@@ -17,12 +14,10 @@ from typing import Any
 from torch.nn import Module
 
 from dlac_pipeline.checkpoint.engines import Engine
-from dlac_pipeline.checkpoint.interval_choice import Choice, Cost, Failures, Limits, choose_interval
 from dlac_pipeline.checkpoint.manager import CheckpointManager
 from dlac_pipeline.checkpoint.restore.resume_point import FromMemory, ResumePoint
 from dlac_pipeline.checkpoint.rng import save_rng
 from dlac_pipeline.checkpoint.stage.copies import Copies, CopyMemory, Direct, StateChanged, Writer, in_thread
-from dlac_pipeline.checkpoint.stage.watch import Key
 from dlac_pipeline.checkpoint.step_sync import RankReport, StepSync
 from dlac_pipeline.elastic.ranks.communicator import Communicator
 from dlac_pipeline.elastic.ranks.rank import LAUNCH_VARIABLE
@@ -30,6 +25,7 @@ from dlac_pipeline.lakehouse.errors import DlacError
 from dlac_pipeline.lakehouse.ledger.typed_rows import repeatable
 from dlac_pipeline.memory_states import states
 from dlac_pipeline.memory_states.memory_file import MemoryFile, is_tmpfs
+from dlac_pipeline.memory_states.pace import Pace
 from dlac_pipeline.memory_states.states import MemoryState
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.track.tracker import ReaderStateTracker
@@ -43,15 +39,10 @@ _MORE_ROOM = 'start the container with a larger --shm-size, free memory of the n
 """Advice to a user if memory is too small."""
 _FIRST = states.SLOTS + 2
 """States that are saved before their cost sets the pace. The first one of a slot takes longer, because its memory is new."""
-_COSTS = 5
-"""Number of last costs whose median counts, of an even number the lower one. After a single high cost no state would be saved,
-and so none measured, for long."""
 _LEAST_BESIDE_BYTES = 4 << 20
 """A smaller part of a state is copied at once, which takes about a millisecond."""
 _LOOK_S = 0.002
 """Seconds between two looks for the end of a copy."""
-_SMOOTHING = 0.2
-"""Share of the newest time in a mean."""
 
 
 class MemorySaves:
@@ -102,16 +93,7 @@ class MemorySaves:
         """The last state while it is copied beside training, and the seconds to come that it takes."""
         self._is_left_out = False
         self._maps = run_folder is not None and is_tmpfs(run_folder)
-        self._costs: deque[float] = deque(maxlen=_COSTS)
-        """Seconds that the last states took."""
-        self._failures = Failures(count=point.failures, trained_s=point.trained_s)
-        self._limits, self._began = Limits.of_states(spec.checkpoint), time.monotonic()
-        self._choice: Choice | None = None
-        self._step_s = math.inf
-        self._stepped_at: float | None = None
-        self._due_at = 0.0
-        self._returned_at: float | None = None
-        """Time when the script got the control back after the last step. Its work until a state is saved is part of a step."""
+        self._pace = Pace(spec.checkpoint, point)
 
     def begin(self, engine: Engine, loaded: MemoryState | None) -> None:
         """Make the folder on each node, if all have room for states of this engine beside the `loaded` one. Collective."""
@@ -135,28 +117,16 @@ class MemorySaves:
         self._forget()
 
     def step_done(self) -> None:
-        """Note that a step is done, with the time since the one before or since a state was saved.
-
-        The seconds by which a copy beside the step may have prolonged it are a cost of the state.
-        """
-        copy_s, now = self._finish_copy(), time.monotonic()
-        if self._stepped_at is not None:
-            took_s = now - self._stepped_at
-            slower_s = min(max(0.0, took_s - self._step_s), copy_s)
-            took_s -= slower_s
-            if self._costs:
-                self._costs[-1] += slower_s
-            is_first = math.isinf(self._step_s)
-            self._step_s = took_s if is_first else (1 - _SMOOTHING) * self._step_s + _SMOOTHING * took_s
-        self._stepped_at = self._due_at = now
+        """Note that a step is done."""
+        self._pace.step_done(self._finish_copy())
 
     def return_to_script(self) -> None:
         """Note that the script works on after its step, until the state is saved."""
-        self._returned_at = time.monotonic()
+        self._pace.return_to_script()
 
     def pause(self) -> None:
-        """Restart both clocks after a checkpoint, which is neither a step nor a save. The next state comes earlier."""
-        self._stepped_at, self._due_at, self._returned_at = None, time.monotonic(), None
+        """Note that a checkpoint was taken. The next state comes earlier."""
+        self._pace.pause()
         self._is_outdated = True
 
     def wait_for_copy(self, is_asked: Callable[[], bool]) -> None:
@@ -170,15 +140,11 @@ class MemorySaves:
         while not (self._is_copied() or self._failed or is_asked()) and time.monotonic() < until:
             time.sleep(_LOOK_S)
         self._waited_for = self._saved_step
-        if self._stepped_at is not None:
-            self._stepped_at = self._due_at = time.monotonic()  # neither a step's time nor a state's
+        self._pace.waited()
 
     def report(self, report: RankReport) -> RankReport:
         """Add this rank's facts about states: that it cannot keep them, and from rank 0 how often they must be kept."""
-        steps = 0
-        is_asked = self._communicator.rank == 0 and not self._fixed
-        if is_asked and self._choice is not None and math.isfinite(self._step_s):
-            steps = self._choice.steps(self._step_s)
+        steps = self._pace.steps if self._communicator.rank == 0 and not self._fixed else 0
         return replace(report, memory_steps=steps, memory_failed=self._failed, memory_copied=self._is_copied())
 
     def on_sync(self, sync: StepSync) -> None:
@@ -219,7 +185,7 @@ class MemorySaves:
             if self._has_buddy or self._saved_step == self._tracker.step:  # the slot may have the only whole state
                 return
             self._number -= 1  # a rank has left the last state out, and its slot is written again
-        worked_s = 0.0 if self._returned_at is None else time.monotonic() - self._returned_at
+        worked_s = self._pace.saving()
         slot = states.slot_of(self._folder, self._number)
         failure: OSError | None = None
         self._is_left_out = False
@@ -238,13 +204,7 @@ class MemorySaves:
             self._give_up(slot, failure or err)
         self._number, self._saved_step, self._copied = self._number + 1, self._tracker.step, False
         self._is_outdated = False
-        self._stepped_at, self._returned_at = time.monotonic() - worked_s, None
-        if self._number <= states.SLOTS + 1:
-            self._costs.clear()
-        self._costs.append(max(0.0, self._stepped_at - self._due_at))
-        cost_s = statistics.median_low(self._costs)
-        failures = self._failures.after(self._stepped_at - self._began)
-        self._choice = choose_interval(Cost(lost_s=cost_s, total_s=cost_s), failures, self._limits)
+        self._pace.saved(worked_s, is_typical=self._number > states.SLOTS + 1)
 
     def _write(self, slot: Path, engine: Engine, sealed: states.RankState, failure: OSError | None) -> None:
         """Write this rank's part and seal it, perhaps beside training. A rank with a failure raises it, and writes nothing."""
@@ -281,7 +241,7 @@ class MemorySaves:
             self._copying = writer, in_thread(complete, "memory state")
             self._manager.gate.hold(writer.wait)
 
-    def _stable(self) -> Mapping[Key, str]:
+    def _stable(self) -> Mapping[Any, str]:
         """Return the storages to copy beside training: most of a large state, because copies of the rest take memory."""
         if 0 < self._part_bytes < _LEAST_BESIDE_BYTES:
             return {}

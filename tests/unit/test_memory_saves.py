@@ -236,7 +236,7 @@ def test_slower_step_is_a_cost(memory: Path, monkeypatch: pytest.MonkeyPatch) ->
         rank.saves.on_sync(SYNC)
     now[0], copied[0] = now[0] + 60.0, 3.0
     rank.saves.step_done()
-    assert list(rank.saves._costs) == [3.0]
+    assert list(rank.saves._pace.costs) == [3.0]
 
 
 def test_uncopied_states_are_kept_alone(rank: Rank) -> None:
