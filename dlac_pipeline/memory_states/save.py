@@ -177,7 +177,7 @@ class MemorySaves:
     def save(self, engine: Engine, *, rows: int) -> None:
         """Save this rank's part of the state after the last step, if the one before is copied. All losses up to it are known.
 
-        Tensors that only steps of optimizers change are copied beside training, until the next step.
+        Weights and moments are copied beside training, until the optimizer's next step.
         """
         assert self._folder is not None, "a state is due only with a folder"
         self._finish_copy()

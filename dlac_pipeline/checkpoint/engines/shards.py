@@ -31,7 +31,6 @@ INDEX = "shards-index.pt"
 Offsets = Mapping[str, Sequence[int]]
 """Place of a tensor's first element in the whole tensor, by name."""
 _Parts = tuple[dict[str, Any], Offsets, Sequence[tuple[str, Any]]]
-"""Tensors, their offsets, and other parts."""
 
 
 class _AsPlanned:

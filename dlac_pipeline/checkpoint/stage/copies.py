@@ -21,6 +21,7 @@ from dlac_pipeline.read.device import can_pin_memory
 
 Write = Callable[[Path, Any], None]
 """Writes or copies one file of a checkpoint: its path, and its content, which may change afterwards. It may raise OSError."""
+_PLAIN = frozenset({int, float, str})
 Save = Callable[[Any, Path], object]
 """Writes a state to a file, in any thread."""
 
@@ -190,10 +191,10 @@ class Copies:
                 copied[key] = self._copy_of(each)
             return copied
         if type(value) in (list, tuple):
-            return type(value)(self._copy_of(each) for each in value)
+            return type(value)(value if _PLAIN.issuperset(map(type, value)) else map(self._copy_of, value))
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return type(value)(*(self._copy_of(each) for each in value))
-        return value if type(value) in (int, float, str) else copy.deepcopy(value)
+        return value if type(value) in _PLAIN else copy.deepcopy(value)
 
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy a tensor into host memory. One that consists of others, such as a DTensor, is composed of copies of these."""
@@ -237,10 +238,7 @@ Writer = Direct | Copies
 
 
 def in_thread(work: Callable[[], Any], name: str) -> Future[Any]:
-    """Begin with work in a thread, and return its result to come.
-
-    The thread is a daemon: a process that fails otherwise does not wait for it, as the other ranks may be gone.
-    """
+    """Begin with work in a daemon thread, for which no failing process waits, and return its result to come."""
     result: Future[Any] = Future()
 
     def run() -> None:
