@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -194,7 +195,8 @@ def _copy_ragged(out: Array, starts: Ints, column: Column, rows: Ints | slice, a
     breaks = np.flatnonzero(parts)
     first, last = np.concatenate([[0], breaks + 1]), np.append(breaks, len(at) - 1)
     begins, ends = column.offsets[:-1][rows][first], column.offsets[1:][rows][last]
-    filled, values = out, column.values
+    filled: Any = out
+    values: Any = column.values
     if (ends[-1] - begins[0]) * out.itemsize < _CALL_BYTES * len(first):
         # memory views, because a slice of an array takes twice as long, but only arrays let other threads run
         filled, values = out.data, column.values.data

@@ -75,7 +75,7 @@ def facts_of(batches: Iterable[Batch]) -> list[object]:
 def check_rows(batch: Batch, rows: dict[int, dict[str, Any]]) -> None:
     """Check that every slot has the values of its row, or is empty."""
     for slot, here in enumerate(batch.valid.tolist()):
-        values = rows[batch["row_id"][slot].item()] if here else dict.fromkeys(rows[0])
+        values = rows[int(batch["row_id"][slot])] if here else dict.fromkeys(rows[0])
         for name, value in values.items():
             begins = batch.tensors.get(f"{name}.offsets", torch.arange(len(batch.valid) + 1))
             found = batch[name][begins[slot] : begins[slot + 1]].flatten().tolist()
