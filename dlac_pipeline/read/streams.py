@@ -81,8 +81,8 @@ class SourceBlocks(Generic[Prepared]):
         first = 0 if row_range.portion is None else row_range.portion[0]
         key = (self.source, row_range.pass_index, group, row_range.block.index, first)
         whole = int(units.bytes[slices.unit].max(initial=0))  # of a slice, too, all of the row group is decoded
-        # rows that are put in order are in memory twice
-        return Wanted(key, size, max(_SCRATCH * whole, size), prepare, size_of)
+        twice = size if row_range.cut.settings.shuffle else 0  # rows that are put in order are in memory twice
+        return Wanted(key, size, max(_SCRATCH * whole, twice), prepare, size_of)
 
     def row_ranges(self, group: int, cursor: Cursor) -> Iterator[RowRange]:
         """Yield the row_ranges of a key group from a cursor on, each as large as is decoded at once."""
