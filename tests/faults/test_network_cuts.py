@@ -13,6 +13,7 @@ from dlac_pipeline.lakehouse.errors import NodesMissing
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
 from tests.conftest import wait_until
 from tests.launched_nodes import check_exact, wait_for_checkpoint
+from tests.network_namespaces import network_node
 from tests.node_network import BATCH, Network, open_network
 from tests.postgres_server import needs_postgres
 
@@ -53,6 +54,19 @@ def test_missing_node_is_replaced(network: Network, who: str, how: str) -> None:
         node.plug()
     network.check_finished()
     check_exact(network.arena, spec.run, [3, 2, 3], batch_size=BATCH)
+
+
+def test_lost_rendezvous_moves(network: Network) -> None:
+    """The node that serves the rendezvous is lost. The others meet at the second address, and finish the run."""
+    nodes = [network.stack.enter_context(network_node(f"dlac-m{name}")) for name in "abc"]
+    spec = network.job("moves", "2:3", pause_s=0.4)
+    meets = ",".join(f"{node.address}:29400" for node in nodes[:2])
+    spec = spec.model_copy(update={"launch": spec.launch.model_copy(update={"rendezvous": meets})})
+    network.launches |= {node: network.arena.launch(spec, under=node.command) for node in nodes}
+    wait_for_checkpoint(network.arena, spec.run, 3)
+    network.lose(nodes[0])
+    network.check_finished()
+    check_exact(network.arena, spec.run, [3, 2], batch_size=BATCH)
 
 
 def test_run_waits_while_all_are_isolated(network: Network) -> None:

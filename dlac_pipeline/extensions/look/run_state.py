@@ -50,10 +50,10 @@ def run_status(lakehouse: Lakehouse, run: str) -> dict[str, Any]:
         goodput_of_rows,  # it imports DuckDB, which other looks at a run do not need
     )
 
-    rows = Ledger(lakehouse).rows(run, kinds=HEAD_KINDS)
-    check_ledger(lakehouse, run, rows=rows)
-    if not rows:
-        raise run_rows.no_such_run(run, Ledger(lakehouse).runs())
+    ledger = Ledger(lakehouse)
+    # The same rows twice, because the files of the first read are kept.
+    check_ledger(lakehouse, run, rows=ledger.rows(run, kinds=HEAD_KINDS))
+    rows = ledger.head_rows(run)
     recoveries = recoveries_of(lakehouse, run)
     fence, finished = run_rows.fence_of_rows(rows), run_rows.finished_of_rows(rows)
     standing = standing_of(rows, recoveries)
