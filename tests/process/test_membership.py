@@ -19,7 +19,6 @@ from dlac_pipeline.elastic.endpoint import serve_rendezvous
 from dlac_pipeline.elastic.membership import EndedElsewhere, Membership
 from dlac_pipeline.elastic.nodes.node_heartbeat import NodeHeartbeat
 from dlac_pipeline.elastic.rank_assignment import Offer, RoundPlan, assign_ranks, usable_ranks
-from dlac_pipeline.elastic.round import Round
 from dlac_pipeline.elastic.sealed_store import KEY_VARIABLE
 from dlac_pipeline.lakehouse.errors import NodesMissing, SpecInvalid
 from dlac_pipeline.spec.job_spec import JobSpec
@@ -90,16 +89,6 @@ def meet(start: Callable[..., NodeHeartbeat], settings: LaunchSpec, count: int =
     return sorted(beats, key=lambda beat: beat.place or 0)
 
 
-def has_announcement(node: Round) -> bool:
-    """Return whether the leader's announcement is known."""
-    return node.announced("resume") == {"step": 7}
-
-
-def has_leader_message(node: Round) -> bool:
-    """Return whether the leader's message is known."""
-    return bool(node.message_of(0).get("asks"))
-
-
 def is_refused(beat: NodeHeartbeat) -> bool:
     """Return whether a node knows which node would train another job."""
     return "found another one on b than on a" in beat.election.refused
@@ -138,8 +127,8 @@ def test_messages_reach_leader_and_back() -> None:
         leader.publish({"asks": True})
         leader.announce("resume", {"step": 7})
         for node in (first, second):
-            wait_until(partial(has_announcement, node), what="the announcement")
-            wait_until(partial(has_leader_message, node), what="the leader's message")
+            wait_until(lambda: node.announced("resume") == {"step": 7}, what="the announcement")  # noqa: B023 - called here
+            wait_until(lambda: bool(node.message_of(0).get("asks")), what="the leader's message")  # noqa: B023 - called here
         leader.announce("resume", {"step": 8})
         wait_until(lambda: first.announced("resume") == {"step": 8}, what="the later announcement")
         assert not any(node.lost_nodes() or node.cut_off for node in (leader, first, second))
