@@ -76,7 +76,7 @@ class AuditReport:
     forked_from: str | None
     """Id of the checkpoint of another run that the first one is a copy of: what that has seen, this run has seen."""
     problems: tuple[str, ...]
-    """Other contradictions: what was expected, and what was found."""
+    """Other contradictions, each with the expected and the found value."""
     recorded_checkpoint: str | None = None
     """Head of the earlier audit, by whose record the advances and data files up to there were not audited again."""
 

@@ -1,1 +1,1 @@
-"""The subcommands of `dlac`, by what they are about."""
+"""The subcommands of `dlac`, by their subject."""

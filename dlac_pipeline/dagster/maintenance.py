@@ -42,7 +42,7 @@ class UpkeepConfig(Section, dg.Config):
 def own_tables_in_order(
     context: dg.OpExecutionContext, config: UpkeepConfig, lakehouse: LakehouseResource
 ) -> dg.Output[None]:
-    """A table of what was done, one row per table of DLAC's."""
+    """A table of the work done, one row per table of DLAC's."""
     from dlac_pipeline.extensions.upkeep.upkeep import run_upkeep
 
     done = run_upkeep(lakehouse.lakehouse(), keep=config.keep_snapshots)

@@ -1,4 +1,4 @@
-"""This node's membership in a run: round after round with the nodes that exist, within what the job spec wants."""
+"""This node's membership in a run: round after round with the nodes that exist, within the limits of the job spec."""
 
 from __future__ import annotations
 

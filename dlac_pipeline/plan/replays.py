@@ -32,7 +32,7 @@ class Replays:
         return step if step <= self.end else self._originals()[step - self.end - 1]
 
     def _originals(self) -> list[int]:
-        """Return what the steps after the end replay, in order."""
+        """Return the originals of the steps after the end, in order."""
         found = [step for step in self.skipped if step <= self.end]
         for step in self.skipped:
             if step > self.end and found.count(original := found[step - self.end - 1]) < _TRIES:

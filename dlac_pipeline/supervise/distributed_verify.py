@@ -1,4 +1,4 @@
-"""Distributed verification: nodes that share the checkpoint folder each read a part. The leader reads what they cannot."""
+"""Distributed verification: nodes that share the checkpoint folder each read a part. The leader reads the rest."""
 
 import threading
 import time

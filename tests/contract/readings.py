@@ -168,12 +168,8 @@ PACKED = Reading(
 )
 
 
-def _words(row: int) -> str:
-    return " ".join(f"w{token}" for token in tokens_of(row))
-
-
 def _word_rows(ids: Sequence[int]) -> pa.Table:
-    return pa.table({"row_id": _ids(ids), "text": [_words(row) for row in ids]})
+    return pa.table({"row_id": _ids(ids), "text": [" ".join(f"w{token}" for token in tokens_of(row)) for row in ids]})
 
 
 def tokenized(folder: Path) -> Reading:

@@ -34,7 +34,8 @@ def start_agent(campaign: Arena) -> Iterator[StartAgent]:
 
     def start(spec: JobSpec) -> subprocess.Popen[bytes]:
         file = campaign.home / f"{spec.run}.yaml"
-        file.write_text(yaml.safe_dump(spec.model_copy(update={"launch": _alone(spec)}).model_dump(mode="json")))
+        alone = spec.launch.model_copy(update={"nodes": "", "rendezvous": ""})
+        file.write_text(yaml.safe_dump(spec.model_copy(update={"launch": alone}).model_dump(mode="json")))
         environment = {**os.environ, "JOB_SPEC": str(file), "DLAC_HOME": str(campaign.home), "OMP_NUM_THREADS": "1"}
         command = [
             *(str(TORCHRUN), "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", "--monitor-interval=0.2"),
@@ -48,11 +49,6 @@ def start_agent(campaign: Arena) -> Iterator[StartAgent]:
     yield start
     for agent in agents:
         kill(agent)
-
-
-def _alone(spec: JobSpec) -> object:
-    """Return the launch settings of a script under torchrun, without settings for nodes."""
-    return spec.launch.model_copy(update={"nodes": "", "rendezvous": ""})
 
 
 def kill(agent: subprocess.Popen[bytes]) -> None:

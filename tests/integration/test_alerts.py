@@ -67,11 +67,6 @@ def watched(instance: dg.DagsterInstance, name: str, send: alerts.Send) -> Watch
     return Watch(next(each for each in dlac_alerts(send) if each.name == f"dlac_{name}"), instance)
 
 
-def begun(instance: dg.DagsterInstance, job: str) -> dg.DagsterRun:
-    """A run of a maintenance job that is under way."""
-    return instance.create_run_for_job(defs.resolve_job_def(job), status=dg.DagsterRunStatus.STARTED)
-
-
 def evaluated(instance: dg.DagsterInstance, run: dg.DagsterRun, check: str, **answer: Any) -> None:
     """A check of the model answers in a run."""
     evaluation = dg.AssetCheckEvaluation(asset_key=model_key("checked"), check_name=check, metadata={}, **answer)
@@ -118,7 +113,9 @@ def test_failed_checks_of_our_runs_are_reported(arena: Arena, home: Path, instan
     pager = Pager()
     well, badly = (watched(instance, name, pager) for name in ("check_alerts", "failed_run_check_alerts"))
     spec, warn = arena.spec("checked", world_size=1), dg.AssetCheckSeverity.WARN
-    trained, died, rehearsed = dagster_run(instance, spec), dagster_run(instance, spec), begun(instance, "rehearse_job")
+    trained, died = dagster_run(instance, spec), dagster_run(instance, spec)
+    rehearses = defs.resolve_job_def("rehearse_job")
+    rehearsed = instance.create_run_for_job(rehearses, status=dg.DagsterRunStatus.STARTED)
     evaluated(instance, trained, "no_missing_rows", passed=True)
     evaluated(instance, trained, "checkpoint_restorable", passed=False, severity=warn, description="away")
     evaluated(instance, trained, "consumption_exact", passed=False, description="3 contradictions")

@@ -96,14 +96,9 @@ LEDGER: list[tuple[Change, str]] = [
 """A change of a run's ledger rows, and what the audit must say of it."""
 
 
-def has_dead_rows(row: Columns) -> bool:
-    """Whether a slice has dead rows."""
-    return bool(row["live_rows"] < row["rows"])
-
-
 SLICES: list[tuple[Change, str]] = [
     (without(lambda row: row["slice"] == 3), "live rows of"),
-    (changed(has_dead_rows, live_rows=1), "live rows in slice"),
+    (changed(lambda row: bool(row["live_rows"] < row["rows"]), live_rows=1), "live rows in slice"),
     (changed(lambda row: row["slice"] == 1, first_row=-1), "inside unit"),
     (changed(lambda row: row["slice"] == 1, base=0), "of its block, found it at row 0"),
     (changed(lambda row: row["slice"] == 1, a_inv=2), "expected a_inv to be the inverse"),

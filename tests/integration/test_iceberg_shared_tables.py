@@ -59,7 +59,8 @@ def written(table: Table) -> list[Written]:
         for entry in manifest.fetch_manifest_entry(table.io):
             file, spec = entry.data_file, table.specs()[entry.data_file.spec_id]
             where = None if spec.is_unpartitioned() else (file.spec_id, tuple(file.partition._data))
-            names = {int(one.metadata[b"PARQUET:field_id"]): one.name for one in schema_of(file.file_path)}
+            named = [one for one in pq.read_schema(file.file_path) if b"PARQUET:field_id" in (one.metadata or {})]
+            names = {int(one.metadata[b"PARQUET:field_id"]): one.name for one in named}
             found.append(
                 Written(
                     path=file.file_path,
@@ -70,11 +71,6 @@ def written(table: Table) -> list[Written]:
                 )
             )
     return found
-
-
-def schema_of(path: str) -> list[pa.Field]:
-    """The top-level fields of a Parquet file that have ids."""
-    return [one for one in pq.read_schema(path) if b"PARQUET:field_id" in (one.metadata or {})]
 
 
 def live_rows(table: Table) -> pa.Table:

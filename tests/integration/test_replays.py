@@ -1,7 +1,7 @@
 """Steps that were not applied, under `launch.on_skipped = "replay"`."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,42 +57,28 @@ def shop(tmp_path: Path) -> Replayed:
     return shop
 
 
-def once(shop: Replayed, skip: Sequence[int]) -> None:
-    """One pass, in one attempt."""
-    shop.go(skip)
-
-
-def killed(shop: Replayed, skip: Sequence[int]) -> None:
-    """One pass, killed before the last checkpoint, and twice in the replays, once after a checkpoint."""
-    for until in (6, 9, 10, None):
-        shop.go(skip, until=until)
-
-
-def several(shop: Replayed, skip: Sequence[int]) -> None:
-    """A mixture of two sources, one of them read twice, in batches that straddle passes."""
-    shop.table("src.s", 1000, 75)
-    second = {"table": "src.s", "columns": ["row_id"], "passes": 2, "weight": 0.7}
-    for until in (11, 18, None):
-        shop.go(skip, until=until, mixture=[second])
+SECOND = {"table": "src.s", "columns": ["row_id"], "passes": 2, "weight": 0.7}
 
 
 @pytest.mark.parametrize(
-    ("train", "skip", "replays"),
+    ("kills", "mixture", "skip", "replays"),
     [
-        (once, (), {}),
-        (once, (3, 7), {3: 8, 7: 9}),
-        (killed, (2, 5, 7, 9), {2: 8, 5: 11, 7: 10}),
-        (several, (4, 5, 7, 16), {4: 17, 5: 18, 7: 19, 16: 20}),
+        ((), [], (), {}),
+        ((), [], (3, 7), {3: 8, 7: 9}),
+        # before the last checkpoint, and twice in the replays, once after a checkpoint
+        ((6, 9, 10), [], (2, 5, 7, 9), {2: 8, 5: 11, 7: 10}),
+        # one of two sources is read twice, in batches that straddle passes
+        ((11, 18), [SECOND], (4, 5, 7, 16), {4: 17, 5: 18, 7: 19, 16: 20}),
     ],
 )
 def test_skipped_rows_are_applied_once(
-    shop: Replayed, train: Callable[[Replayed, Sequence[int]], None], skip: Sequence[int], replays: dict[int, int]
+    shop: Replayed, kills: Sequence[int], mixture: list[Any], skip: Sequence[int], replays: dict[int, int]
 ) -> None:
     """Each row is in one applied step per pass, a replay has the rows of its step, and the audit lists the steps."""
-    train(shop, skip)
-    times = Counter(row for row in range(100))
-    if train is several:
-        times += Counter(dict.fromkeys(range(1000, 1075), 2))
+    shop.table("src.s", 1000, 75)
+    for until in (*kills, None):
+        shop.go(skip, until=until, mixture=mixture)
+    times = Counter(range(100)) + Counter(dict.fromkeys(range(1000, 1075), 2 * len(mixture)))
     assert shop.applied(skip) == times
     report = shop.audit()
     assert (report.finished, report.rows_consumed, report.rows_not_applied) == (True, times.total(), 0)

@@ -11,17 +11,11 @@ from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import CatalogMisconfigured, CatalogUnreachable, DlacError, LakehouseError
 from dlac_pipeline.lakehouse.iceberg import safe_commit
 from dlac_pipeline.lakehouse.iceberg.connect import connect
-from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.train import startup
 from tests.failing_servers import serve_status
 from tests.ports import own_port
 from tests.small_records import small_spec
 from tests.unit.test_script_errors import fail
-
-
-def spec_with_catalog(kind: str, uri: str) -> JobSpec:
-    """Return a job spec whose lakehouse has this catalog."""
-    return small_spec(lakehouse={"type": kind, "uri": uri, "warehouse": "/tmp/none"})
 
 
 def test_silent_rest_catalog_is_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,7 +51,7 @@ def test_failover_of_rest_is_outage(status: int, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(startup, "RETRY_WITHIN_S", 0.0)
     for code, kind in {status: CatalogUnreachable, 401: CatalogMisconfigured}.items():
         with serve_status(code) as uri, pytest.raises(DlacError) as caught:
-            startup.open_plans(spec_with_catalog("rest", uri), supervised=True)
+            startup.open_plans(small_spec(lakehouse={"type": "rest", "uri": uri, "warehouse": "/x"}), supervised=True)
         assert type(caught.value) is kind
 
 

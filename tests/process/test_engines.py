@@ -326,18 +326,14 @@ def test_change_after_copy_is_not_saved(tmp_path: Path, kind: str) -> None:
     assert again.scaler.get_scale() == 32.0
 
 
-def writer_of(kind: str) -> Writer:
-    """Return a writer that writes at once, or copies."""
-    return Direct() if kind == "direct" else Copies(CopyMemory())
-
-
 @pytest.mark.parametrize(
     ("kind", "place"), [("torch", r"optimizer\['param_groups'\]\[0\]\['table'\]"), ("dcp", r"optimizer.*table")]
 )
 @pytest.mark.parametrize("writing", ["direct", "copies"])
 def test_unloadable_state_is_not_saved(tmp_path: Path, kind: str, place: str, writing: str) -> None:
     """An array in the optimizer's settings and an object in a part's state are named with their places, and not written."""
-    parts, writer = Parts(), writer_of(writing)
+    writer: Writer = Direct() if writing == "direct" else Copies(CopyMemory())
+    parts = Parts()
     parts.train(1)
     parts.optimizer.param_groups[0]["table"] = np.zeros(3)
     with pytest.raises(SpecInvalid, match=rf"found numpy\.ndarray at {place}, .*torch\.from_numpy"):

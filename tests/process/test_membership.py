@@ -19,7 +19,6 @@ from dlac_pipeline.elastic.endpoint import serve_rendezvous
 from dlac_pipeline.elastic.membership import EndedElsewhere, Membership
 from dlac_pipeline.elastic.nodes.node_heartbeat import NodeHeartbeat
 from dlac_pipeline.elastic.rank_assignment import Offer, RoundPlan, assign_ranks, usable_ranks
-from dlac_pipeline.elastic.round import Round
 from dlac_pipeline.elastic.sealed_store import KEY_VARIABLE
 from dlac_pipeline.lakehouse.errors import NodesMissing, SpecInvalid
 from dlac_pipeline.spec.job_spec import JobSpec
@@ -90,16 +89,6 @@ def meet(start: Callable[..., NodeHeartbeat], settings: LaunchSpec, count: int =
     return sorted(beats, key=lambda beat: beat.place or 0)
 
 
-def has_announcement(node: Round) -> bool:
-    """Return whether the leader's announcement is known."""
-    return node.announced("resume") == {"step": 7}
-
-
-def has_leader_message(node: Round) -> bool:
-    """Return whether the leader's message is known."""
-    return bool(node.message_of(0).get("asks"))
-
-
 def is_refused(beat: NodeHeartbeat) -> bool:
     """Return whether a node knows which node would train another job."""
     return "found another one on b than on a" in beat.election.refused
@@ -138,8 +127,8 @@ def test_messages_reach_leader_and_back() -> None:
         leader.publish({"asks": True})
         leader.announce("resume", {"step": 7})
         for node in (first, second):
-            wait_until(partial(has_announcement, node), what="the announcement")
-            wait_until(partial(has_leader_message, node), what="the leader's message")
+            wait_until(lambda: node.announced("resume") == {"step": 7}, what="the announcement")  # noqa: B023 - called here
+            wait_until(lambda: bool(node.message_of(0).get("asks")), what="the leader's message")  # noqa: B023 - called here
         leader.announce("resume", {"step": 8})
         wait_until(lambda: first.announced("resume") == {"step": 8}, what="the later announcement")
         assert not any(node.lost_nodes() or node.cut_off for node in (leader, first, second))
@@ -349,37 +338,6 @@ def test_spare_learns_of_the_end() -> None:
     assert ended.value.message["ending"] == "stopped"
 
 
-def test_cut_off_node_learns_of_the_end() -> None:
-    """The end of an earlier launch is ignored. The end that a node reads when it rejoins is not."""
-    port = own_port()
-    spec = job(port)
-    ready, ends = threading.Event(), threading.Event()
-    with ThreadPoolExecutor(2) as pool:
-        serving = pool.submit(serve_rendezvous, f"127.0.0.1:{port}", ends, ready.set)
-        try:
-            assert ready.wait(300)
-            before = Membership.of_job(spec, ledger="l")
-            assert next_round(before).leads
-            before.end_run({"ending": "finished"})
-            before.close()
-            with (
-                closing(Membership.of_job(spec, ledger="l")) as other,
-                closing(Membership.of_job(spec, ledger="l")) as cut_off,
-            ):
-                joined = pool.submit(next_round, other)
-                wait_until(lambda: other._heartbeat is not None and other._heartbeat.leads, what="the lease")
-                assert not next_round(cut_off).leads
-                cut_off.forget()
-                joined.result()
-                other.end_run({"ending": "stopped"})
-                with pytest.raises(EndedElsewhere) as ended:
-                    next_round(cut_off)
-        finally:
-            ends.set()
-        serving.result()
-    assert ended.value.message["ending"] == "stopped"
-
-
 @contextmanager
 def serving(port: int) -> Iterator[None]:
     """Serve a rendezvous at a port of this node."""
@@ -392,6 +350,30 @@ def serving(port: int) -> Iterator[None]:
         finally:
             ends.set()
         served.result()
+
+
+def test_cut_off_node_learns_of_the_end() -> None:
+    """The end of an earlier launch is ignored. The end that a node reads when it rejoins is not."""
+    port = own_port()
+    spec = job(port)
+    with serving(port), ThreadPoolExecutor(1) as pool:
+        before = Membership.of_job(spec, ledger="l")
+        assert next_round(before).leads
+        before.end_run({"ending": "finished"})
+        before.close()
+        with (
+            closing(Membership.of_job(spec, ledger="l")) as other,
+            closing(Membership.of_job(spec, ledger="l")) as cut_off,
+        ):
+            joined = pool.submit(next_round, other)
+            wait_until(lambda: other._heartbeat is not None and other._heartbeat.leads, what="the lease")
+            assert not next_round(cut_off).leads
+            cut_off.forget()
+            joined.result()
+            other.end_run({"ending": "stopped"})
+            with pytest.raises(EndedElsewhere) as ended:
+                next_round(cut_off)
+    assert ended.value.message["ending"] == "stopped"
 
 
 def test_nodes_move_to_next_rendezvous() -> None:
@@ -435,25 +417,18 @@ def test_unusable_addresses_are_refused(addresses: str, found: str) -> None:
         launch("1:2").model_validate({"script": "x", "nodes": "1:2", "rendezvous": addresses})
 
 
-def test_missing_nodes_are_reported() -> None:
-    """Too few nodes within the time are an error that has the number of joined nodes.
+@pytest.mark.parametrize(
+    ("rendezvous", "found"),
+    [("127.0.0.1:", r"found only 1.*give an IP address"), ("192.0.2.1:29400", r"192\.0\.2\.1:29400")],
+)
+def test_missing_nodes_are_reported(rendezvous: str, found: str) -> None:
+    """Too few nodes within the time are an error with the number of joined nodes, or with an address that is silent.
 
     The report names the setting to change, because the rendezvous' name resolves to this node alone.
     """
-    spec = job(own_port(), nodes="2", gather_timeout_s=2)
-    with (
-        closing(Membership.of_job(spec, ledger="l")) as node,
-        pytest.raises(NodesMissing, match=r"found only 1.*give an IP address"),
-    ):
-        next_round(node)
-
-
-def test_silent_rendezvous_is_reported() -> None:
-    """An address of another node without a store is named in the error."""
-    spec = job(own_port(), nodes="2", gather_timeout_s=2)
-    launch_ = spec.launch.model_copy(update={"rendezvous": "192.0.2.1:29400", "node_timeout_s": 3})
-    silent = Membership.of_job(spec.model_copy(update={"launch": launch_}), ledger="l")
-    with closing(silent) as node, pytest.raises(NodesMissing, match=r"192\.0\.2\.1:29400"):
+    address = f"{rendezvous}{own_port()}" if rendezvous.endswith(":") else rendezvous
+    spec = job(1, nodes="2", gather_timeout_s=2, rendezvous=address, node_timeout_s=3)
+    with closing(Membership.of_job(spec, ledger="l")) as node, pytest.raises(NodesMissing, match=found):
         next_round(node)
 
 

@@ -1,5 +1,6 @@
 import json
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -32,27 +33,18 @@ def test_leg_of_another_version_is_refused(version: str, number: int, advice: st
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("seed", 5), ("key_groups", 8), ("batch_size", 16), ("block_slices", 3), ("shuffle", False)],
-)
-def test_each_difference_is_named(name: str, value: Any) -> None:
-    """No bound field of a leg changes unnoticed: the error names the field, the committed and the requested value."""
-    with pytest.raises(ResumeMismatch) as caught:
-        LEG.check_same(replace(LEG, **{name: value}))
-    assert f"{name}: committed {getattr(LEG, name)!r}, asked for {value!r}" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
     [
+        *[("seed", 5), ("key_groups", 8), ("batch_size", 16), ("block_slices", 3), ("shuffle", False)],
         *[("plan_id", "p2"), ("table_uuid", "u2"), ("snapshot_id", 7), ("schema_id", 1), ("columns", ("x",))],
         *[("row_filter", ""), ("exclude", ("x = 1",)), ("weight", 0.5), ("passes", 3), ("transform", "digest")],
     ],
 )
-def test_each_source_difference_is_named(name: str, value: Any) -> None:
-    """No bound field of a source changes unnoticed either."""
+def test_each_difference_is_named(name: str, value: Any) -> None:
+    """No bound field of a leg or a source changes unnoticed: the error names the field and both values."""
+    holder, change = (LEG, partial(replace, LEG)) if hasattr(LEG, name) else (LEG.sources[0], with_source)
     with pytest.raises(ResumeMismatch) as caught:
-        LEG.check_same(with_source(**{name: value}))
-    assert f"{name}: committed {getattr(LEG.sources[0], name)!r}, asked for {value!r}" in str(caught.value)
+        LEG.check_same(change(**{name: value}))
+    assert f"{name}: committed {getattr(holder, name)!r}, asked for {value!r}" in str(caught.value)
 
 
 def test_start_and_name_may_differ() -> None:

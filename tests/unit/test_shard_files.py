@@ -44,11 +44,6 @@ class Unusual(nn.Module):
             self.register_buffer(f"{name}_", tensor)
 
 
-def make_writer(kind: str) -> Writer:
-    """Return a writer that writes at once, or copies."""
-    return Direct() if kind == "direct" else Copies(CopyMemory())
-
-
 def state_bytes(model: nn.Module) -> dict[str, tuple[Any, bytes]]:
     """Return type, shape and content of each tensor."""
     return {
@@ -66,7 +61,8 @@ def test_unusual_tensors_are_restored_exactly(
     tmp_path: Path, writing: str, plan: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also tied ones, views and complex numbers. Those of other types are in the second file, and can be exported."""
-    model, writer = Unusual(1.0), make_writer(writing)
+    writer: Writer = Direct() if writing == "direct" else Copies(CopyMemory())
+    model = Unusual(1.0)
     engine = DistributedState(model=model)
     if plan != "new":
         engine.save(tmp_path, lambda path, state: None)

@@ -20,11 +20,6 @@ def saved(writer: Writer, folder: Path, state: Any) -> Any:
     return torch.load(folder / "state.pt", weights_only=False)
 
 
-def copying() -> Copies:
-    """Return a writer of copies."""
-    return Copies(CopyMemory())
-
-
 def test_views_stay_shared(tmp_path: Path) -> None:
     """Two views of a flat buffer, and a tensor with two names, are copied once and stay shared."""
     flat = torch.arange(10.0)
@@ -58,7 +53,7 @@ def test_differently_sized_storage_is_copied_whole(tmp_path: Path) -> None:
     """Two tensors at one address, the shorter one first, are both complete."""
     numbers = np.arange(100.0)
     state = {"short": torch.from_numpy(numbers[:10]), "long": torch.from_numpy(numbers)}
-    found = saved(copying(), tmp_path, state)
+    found = saved(Copies(CopyMemory()), tmp_path, state)
     assert torch.equal(found["short"], torch.arange(10.0, dtype=torch.float64))
     assert torch.equal(found["long"], torch.arange(100.0, dtype=torch.float64))
 

@@ -134,7 +134,7 @@ class Copies:
         self._moment = None if device is None else torch.accelerator.current_stream(device).record_event()
 
     def copy_rest(self) -> None:
-        """Copy what was left."""
+        """Copy the storages that are left."""
         stream = None if self._moment is None else self._memory.stream_after(self._moment)
         with stream or nullcontext():
             for mine, storage in self._left:

@@ -2,7 +2,7 @@
 
 A record is a Parquet file of the auditor. It has the advances up to a checkpoint, merged, and the digest of the ledger rows that
 they were made of. A later audit compares that digest with the ledger, and reads the merged rows in their place. A file whose
-content is not what was written is refused, or is not used.
+content has changed is refused, or is not used.
 """
 
 import hashlib

@@ -210,7 +210,7 @@ class WentBack(RunEvent):
     restored: tuple[Checkpoint, ...]
     """Checkpoints of an abandoned branch that are part of it again."""
     attempts: tuple[AttemptRows, ...]
-    """What is left of each attempt that has any of these checkpoints."""
+    """The rest of each attempt that has any of these checkpoints."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

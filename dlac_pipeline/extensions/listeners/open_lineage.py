@@ -108,7 +108,7 @@ class OpenLineageListener:
         self._client.emit(lineage)
 
     def _correct(self, event: events.WentBack) -> None:
-        """Emit what is left of each attempt whose checkpoints were abandoned, or are part of the run again."""
+        """Emit the rest of each attempt whose checkpoints were abandoned, or are part of the run again."""
         dropped, again = dict(_by_attempt(event.abandoned)), dict(_by_attempt(event.restored))
         for each in event.attempts:
             outputs = [_changed(gone, "DROP") for gone in dropped.get(each.attempt, ())]

@@ -67,7 +67,7 @@ class Tracker(ABC):
 
     @abstractmethod
     def start(self, event: events.AttemptStarted) -> bool:
-        """Open the tracked run of the branch, or create it, and note what the attempt reads. Return True if it is new."""
+        """Open the tracked run of the branch, or create it, and note the inputs of the attempt. Return True if it is new."""
 
     @abstractmethod
     def begin(self, event: events.RunBegun, facts: Mapping[str, object]) -> None:

@@ -1,7 +1,7 @@
 """Process of a loader: `python -m dlac_pipeline.extensions.loader_check.host LOADER`, a file or a module.
 
 It imports the loader's packages once and forks one process per rank and launch, so that a launch costs no import. They
-share its seed of hashes, and what the loader does at its import. At its start it writes what the loader offers, and then one
+share its seed of hashes, and the effects of the loader's import. At its start it writes the loader's abilities, and then one
 answer for each JSON command that it reads:
 
     -> {"versions": ..., "not_offered": ..., "shared_state": ..., "notes": ..., "converts": ...}, or {"failed": text}

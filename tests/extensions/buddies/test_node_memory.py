@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dlac_pipeline.checkpoint.restore.resume_point import ResumePoint, resume_point_of
+from dlac_pipeline.checkpoint.restore.resume_point import resume_point_of
 from dlac_pipeline.elastic.rank_assignment import Member, Offer, RoundPlan
 from dlac_pipeline.elastic.round import Round
 from dlac_pipeline.extensions.buddies import buddy, server, transfer
@@ -61,12 +61,6 @@ def nodes(home: Path, count: int) -> Iterator[Nodes]:
         yield Nodes(memories, folders, rounds)
 
 
-def wait_for_points(found: Nodes) -> list[ResumePoint]:
-    """Wait for the resume points of all nodes."""
-    wait_until(lambda: all(memory.local_point() for memory in found.memories), what="resume points")
-    return [point for memory in found.memories if (point := memory.local_point()) is not None]
-
-
 def test_whole_state_is_found_and_fetched(tmp_path: Path) -> None:
     """Three nodes have a rank each, and one node another step: the state that all have is fetched to all."""
     with nodes(tmp_path, 3) as found:
@@ -78,7 +72,8 @@ def test_whole_state_is_found_and_fetched(tmp_path: Path) -> None:
         point = point_of(state)
         for memory, round_ in zip(found.memories, found.rounds, strict=True):
             memory.begin(resume_point_of(json.loads(point.to_json())), round_)
-        places = [*map(folder_in, wait_for_points(found))]
+        wait_until(lambda: all(memory.local_point() for memory in found.memories), what="resume points")
+        places = [folder_in(memory.local_point()) for memory in found.memories]
         assert [each for each in map(states.read_slot, places) if each] == [
             replace(state, folder=each) for each in places
         ]
@@ -110,20 +105,10 @@ def test_nodes_copy_to_their_buddies(tmp_path: Path) -> None:
             for rank, folder in enumerate(found.folders):
                 part = part_of(rank, world_size=2, step=20 + number, attempt=3, nonce="c")
                 keep(folder, part, slot=number % 2)
-            for folder in found.folders:
+            for rank, folder in enumerate(found.folders):
                 attempt = states.attempt_folder(folder, 3, "c")
-                wait_until(lambda: has_copied(attempt, 20 + number), what="a copy")  # noqa: B023 - called here
+                wait_until(lambda: states.copied_step(attempt, rank) == 20 + number, what="a copy")  # noqa: B023 - called here
         assert found.steps() == [[22, 21], [22, 21]] or found.steps() == [[21, 22], [21, 22]]
-
-
-def has_copied(attempt: Path, step: int) -> bool:
-    """Return whether a node of one rank has marked the copy of a step."""
-    return any(states.copied_step(attempt, rank) == step for rank in range(3))
-
-
-def copy(copies: BuddyCopies) -> None:
-    """Copy a state that is not copied yet."""
-    assert copies.copy_new()
 
 
 def test_copy_of_other_attempt_is_refused(tmp_path: Path) -> None:
@@ -140,14 +125,14 @@ def test_copy_of_other_attempt_is_refused(tmp_path: Path) -> None:
         ):
             serving.accept(attempt, nonce, own, guards.take())
             with pytest.raises(TransferRefused, match=reason):
-                copy(copies)
+                copies.copy_new()
         serving.accept(2, "b", [1], guards.take())
         guards.take()
         with pytest.raises(TransferRefused, match="another attempt or copy began"):
-            copy(copies)
+            copies.copy_new()
         assert states.read_parts(found.folders[1]) == []
         serving.accept(2, "b", [1], guards.take())
-        copy(copies)
+        assert copies.copy_new()
         assert [part.state for part in states.read_parts(found.folders[1])] == [part_of(0)]
 
 
@@ -173,7 +158,7 @@ def test_unchanged_blocks_stay(tmp_path: Path, damage: str) -> None:
         serving.accept(2, "b", [1], WriteTurn().take())
         copies = BuddyCopies(attempt, [0], serving.address, KEY)
         keep_blocks(1, trained)
-        copy(copies)
+        assert copies.copy_new()
         target = states.slot_of(states.attempt_folder(theirs, 2, "b"), 0)
         slot = keep_blocks(2, longer)
         if damage == "seal":
@@ -186,7 +171,7 @@ def test_unchanged_blocks_stay(tmp_path: Path, damage: str) -> None:
                 copies.copy_new()
             keep_blocks(2, longer)
         before = copies.content_bytes
-        copy(copies)
+        assert copies.copy_new()
         sent = copies.content_bytes - before
         assert sent == len(longer) + (len(frozen) if damage else 0)
         for name, content in (("frozen.pt", frozen), ("trained.pt", longer)):
@@ -396,7 +381,7 @@ def test_older_slot_lowers_no_mark(tmp_path: Path, slot: int) -> None:
         serving.accept(2, "b", [1], WriteTurn().take())
         copies = BuddyCopies(attempt, [0], serving.address, KEY)
         for _ in range(states.SLOTS):
-            copy(copies)
+            assert copies.copy_new()
             assert states.copied_step(attempt, 0) == 103
     assert not copies.copy_new()
     assert [part.state.step for part in states.read_parts(theirs)] == [103]
