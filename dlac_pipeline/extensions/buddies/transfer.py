@@ -162,7 +162,8 @@ class Connection:
             for begin in range(0, size, _BLOCK_BYTES):
                 block = buffer[: size - begin]
                 (length,) = _BLOCK_LENGTH.unpack(_receive_exactly(self._socket, _BLOCK_LENGTH.size))
-                if length != len(block) and (length or not has_base):
+                is_here = has_base and os.fstat(descriptor).st_size >= begin + len(block)  # it may be removed just now
+                if length != len(block) and (length or not is_here):
                     raise OSError(f"expected a block of {len(block)} bytes, found one of {length}")
                 if length:
                     self._receive_block(descriptor, begin, block, guard)
