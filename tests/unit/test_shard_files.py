@@ -67,7 +67,7 @@ def test_unusual_tensors_are_restored_exactly(
     if plan != "new":
         engine.save(tmp_path, lambda path, state: None)
         model.get_buffer("scalar_").fill_(2.0)
-        monkeypatch.setattr("dlac_pipeline.checkpoint.engines.distributed_state.save", None)
+        monkeypatch.setattr("dlac_pipeline.extensions.sharded.distributed_state.save", None)
     engine.save(tmp_path, writer.write)
     writer.handed_over()
     expected = state_bytes(model)
