@@ -427,7 +427,7 @@ def test_nodes_meet_at_first_rendezvous() -> None:
 
 
 @pytest.mark.parametrize(
-    ("addresses", "found"), [("a:1,b:2", "above half of 2"), ("a:1,,b:2", "host:port"), ("a,b:2", "host:port")]
+    ("addresses", "found"), [("a:1,b:2", "above half of 2"), ("a:1,,b:2", "found 'a:1,,b:2'"), ("a,b:2", "host:port")]
 )
 def test_unusable_addresses_are_refused(addresses: str, found: str) -> None:
     """Each of several addresses has a port, and the nodes that train are more than half, or others could train at once."""
