@@ -11,10 +11,14 @@ from pyiceberg.expressions import EqualTo
 import dlac_pipeline as dlac
 from dlac_pipeline.audit.audit import AuditReport, open_run
 from dlac_pipeline.audit.lakehouse_sql import rows_of
+from dlac_pipeline.extensions.poison.poison_rows import rows_in_hand
 from dlac_pipeline.extensions.replay.step_rows import StepRows
 from dlac_pipeline.lakehouse.errors import ResumeMismatch, SpecInvalid
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import Columns
-from dlac_pipeline.spec.job_spec import parse_spec
+from dlac_pipeline.plan.legs.committed_leg import leg_of
+from dlac_pipeline.plan.plan import Plans
+from dlac_pipeline.spec.job_spec import parse_spec, read_spec
 from tests.conftest import Arena
 from tests.integration.audit_runs import Change, Workshop, changed, check_script_agrees, without
 
@@ -124,6 +128,15 @@ def test_leg_ends_before_appends_are_read(shop: Replayed) -> None:
     shop.go((*skip, 10), source=source)
     assert max(shop.seen["r"]) == 13
     assert (shop.applied((*skip, 10)), shop.audit().rows_not_applied) == (Counter(range(160)), 0)
+
+
+def test_deadly_replay_has_rows(shop: Replayed) -> None:
+    """The rows in hand of a replay are its step's, once a checkpoint knows that step."""
+    shop.go((3,), until=8)
+    ledger, spec = Ledger(shop.lakehouse), read_spec(shop.home / "r.yaml")
+    leg = leg_of(ledger.rows("r"), ledger.state("r").fence.head or "")
+    found = [rows_in_hand(Plans(shop.lakehouse), spec, leg, step=step, folder=shop.home) for step in (3, 8, 9)]
+    assert found[0] == found[1] != found[2] == {}
 
 
 def test_other_leg_waits_for_replays(shop: Replayed) -> None:
