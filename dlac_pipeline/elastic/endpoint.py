@@ -44,18 +44,25 @@ class Endpoint:
         """True if this process serves the store."""
         return self._served is not None
 
-    def connect(self) -> TCPStore:
-        """Return a connection to the store, or the store served here. Raise `OSError` or `RuntimeError` if none answers."""
-        if self._served is None:
-            for place in (self._place, *self._others()):
-                if self._is_served(place):
-                    self._place = place
-                    return self.open_client(timeout_s=self._timeout.total_seconds())
-            own = [place for place, (host, _) in enumerate(self._places) if own_address(host)]
-            if not own:
-                raise OSError(f"no rendezvous answers at {self._addresses!r}")
-            self._place = own[0]
-            self._served = serve_store(own_address(self._host), self._port, timeout=self._timeout)
+    def connect(self, trains: Callable[[TCPStore], bool] = lambda store: False) -> TCPStore:
+        """Return a connection to the store, or the store served here. Raise `OSError` if none answers.
+
+        The first store that answers is used, or a later one where nodes train.
+        """
+        if self._served is not None:
+            return self._served
+        found = None
+        for place in (self._place, *self._others()):
+            store = self._ask(place, _is_there if found is None else trains)
+            if store is not None:
+                self._place, found = place, store
+        if found is not None:
+            return found
+        own = [place for place, (host, _) in enumerate(self._places) if own_address(host)]
+        if not own:
+            raise OSError(f"no rendezvous answers at {self._addresses!r}")
+        self._served = serve_store(own_address(self._places[own[0]][0]), self._places[own[0]][1], timeout=self._timeout)
+        self._place = own[0]
         return self._served
 
     def find_better(self, trains: Callable[[TCPStore], bool]) -> int | None:
@@ -63,9 +70,23 @@ class Endpoint:
 
         So nodes that wait at two addresses meet at the first. None: this address is the best that answers.
         """
-        for place in filter(self._is_served, self._others()):
-            if place < self._place or trains(self.open_client(timeout_s=self._timeout.total_seconds(), place=place)):
+        for place in self._others():
+            if self._ask(place, _is_there if place < self._place else trains) is not None:
                 return place
+        return None
+
+    def _ask(self, place: int, question: Callable[[TCPStore], bool]) -> TCPStore | None:
+        """Return the store at an address if the answer is yes. None if it is not given in this address' share of the time."""
+
+        def ask() -> TCPStore | None:
+            if not self._is_served(place):
+                return None
+            store = self.open_client(timeout_s=self._timeout.total_seconds(), place=place)
+            return store if question(store) else None
+
+        share_s = 2.0 * self._timeout.total_seconds() / len(self._places)
+        with suppress(OSError, RuntimeError):
+            return self.in_time(ask, share_s, over=lambda: False)
         return None
 
     def move(self, place: int) -> None:
@@ -159,6 +180,11 @@ def _split(address: str) -> tuple[str, int]:
     """Return host and port of host:port, where an IPv6 address has brackets."""
     host, _, port = address.rpartition(":")
     return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def _is_there(store: TCPStore) -> bool:
+    """Return True: a store that answers is enough."""
+    return True
 
 
 def _answers(host: str, port: int) -> bool:

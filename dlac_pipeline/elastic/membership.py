@@ -186,7 +186,8 @@ class Membership:
         """Return the heartbeat of this node, started if necessary, or None if `stop` was set."""
         if self._heartbeat is None:
             assert self._endpoint is not None, "of several nodes"
-            store = self._endpoint.in_time(self._endpoint.connect, 2.0 * self._launch.node_timeout_s, over=stop.is_set)
+            connect = partial(self._endpoint.connect, self._is_trained)
+            store = self._endpoint.in_time(connect, 2.0 * self._launch.node_timeout_s, over=stop.is_set)
             if store is None:
                 return None
             self._heartbeat = NodeHeartbeat(

@@ -35,7 +35,9 @@ def check_port(address: str) -> str:
 def check_rendezvous(addresses: str) -> str:
     """Return addresses with commas between them. Raise `ValueError` as `check_port` for one of them."""
     for each in addresses.split(",") if addresses else ():
-        check_port(each or ",")
+        if not each:
+            raise ValueError(f"expected host:port between commas, found {addresses!r}: correct it")
+        check_port(each)
     return addresses
 
 

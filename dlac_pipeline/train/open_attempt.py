@@ -97,14 +97,15 @@ def open_attempt(
     """
     attempt = Attempt(run=spec.run, number=point.attempt, nonce=point.nonce)
     opened = open_leg(plans, Leg.from_json(point.leg), spec)
-    memory = read_memory(point, opened.order)
+    replays = spec.launch.on_skipped == "replay"
+    memory = read_memory(point, opened.order, replays=replays)
     begun = opened.start_state() if point.leg_is_new else point.cursors
     state = begun if memory is None else memory.cursors
     if not point.leg_is_new:
         check_restored(opened.order, point.step, state)
     reader = make_reader(opened) if make_reader is not None else _open_reader(opened, point.step, state, communicator)
     tracker = _begin_tracker(point, reader, state, memory, communicator)
-    if spec.launch.on_skipped == "replay":
+    if replays:
         reader = ReplayingReader(reader, opened, tracker, communicator.tree, skipped_before=point.skipped)
     manager = CheckpointManager(
         spec,

@@ -43,8 +43,11 @@ class RestoredMemory:
     advances: list[AdvanceRow]
 
 
-def read_memory(point: ResumePoint, order: LegOrder) -> RestoredMemory | None:
-    """Return the facts of a resume point's memory state, if it has one. Raise `MemoryStateLost` if it is gone or does not fit."""
+def read_memory(point: ResumePoint, order: LegOrder, *, replays: bool = True) -> RestoredMemory | None:
+    """Return the facts of a resume point's memory state, if it has one. Raise `MemoryStateLost` if it is gone or does not fit.
+
+    Without `replays` a state of steps that read skipped rows again does not fit: the ledger would not have these rows.
+    """
     if not isinstance(point, FromMemory):
         return None
     state = read_slot(Path(point.folder))
@@ -56,6 +59,9 @@ def read_memory(point: ResumePoint, order: LegOrder) -> RestoredMemory | None:
             "`dlac train`, unless a supervisor does"
         )
     with lose_if_unreadable(state):
+        last = order.total_steps if order.counted else None
+        if not replays and last is not None and point.step > last:
+            raise ValueError(f'expected steps up to {last}, found step {point.step} of launch.on_skipped = "replay"')
         cursors = agreed_reader_state(order, state.votes(), point.step)
     return RestoredMemory(
         state=state,

@@ -6,13 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pyiceberg.expressions import EqualTo
 
+import dlac_pipeline as dlac
 from dlac_pipeline.audit.audit import AuditReport, open_run
 from dlac_pipeline.audit.lakehouse_sql import rows_of
+from dlac_pipeline.extensions.poison.poison_rows import rows_in_hand
 from dlac_pipeline.extensions.replay.step_rows import StepRows
 from dlac_pipeline.lakehouse.errors import ResumeMismatch, SpecInvalid
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import Columns
-from dlac_pipeline.spec.job_spec import parse_spec
+from dlac_pipeline.plan.legs.committed_leg import leg_of
+from dlac_pipeline.plan.plan import Plans
+from dlac_pipeline.spec.job_spec import parse_spec, read_spec
 from tests.conftest import Arena
 from tests.integration.audit_runs import Change, Workshop, changed, check_script_agrees, without
 
@@ -110,6 +116,15 @@ def test_leg_ends_before_appends_are_read(shop: Replayed) -> None:
     assert (shop.applied((*skip, 10)), shop.audit().rows_not_applied) == (Counter(range(160)), 0)
 
 
+def test_deadly_replay_has_rows(shop: Replayed) -> None:
+    """The rows in hand of a replay are its step's, once a checkpoint knows that step."""
+    shop.go((3,), until=8)
+    ledger, spec = Ledger(shop.lakehouse), read_spec(shop.home / "r.yaml")
+    leg = leg_of(ledger.rows("r"), ledger.state("r").fence.head or "")
+    found = [rows_in_hand(Plans(shop.lakehouse), spec, leg, step=step, folder=shop.home) for step in (3, 8, 9)]
+    assert found[0] == found[1] != found[2] == {}
+
+
 def test_other_leg_waits_for_replays(shop: Replayed) -> None:
     """Settings of the order change when the replays are done, or are left out."""
     shop.go((2,), until=6)
@@ -155,6 +170,7 @@ FORGERIES: list[tuple[Change, str]] = [
     (without(is_replay), "expected the 16 rows of step 3 in step 8, found 12"),
     (lambda rows: [*rows, next(filter(is_replay, rows))], "in one replay, found 8"),
     (lambda rows: [row for row in rows if not is_replay(row)], "expected advances of checkpoint"),
+    (lambda rows: [row for row in rows if not is_replay(row)], "expected 1 replays after step 7, found 0"),
     (changed(is_replay, applied=False), "expected rows of 0 steps that were not applied"),
 ]
 
@@ -166,3 +182,11 @@ def test_audit_finds_forged_replays(shop: Replayed) -> None:
         shop.problems_of_each([("r", change, None) for change, _ in FORGERIES]), FORGERIES, strict=True
     ):
         assert any(problem in each for each in found), found
+
+
+def test_record_covers_replays(shop: Replayed) -> None:
+    """A ledger without the replays that an audit recorded is audited again."""
+    shop.go((3,))
+    assert dlac.audit_since(shop.lakehouse, "r", record=shop.home / "record").exact
+    shop.lakehouse.own("consumption").delete(EqualTo("kind", "replay"))  # type: ignore[call-arg,arg-type]  # pydantic hides the real signature
+    assert not dlac.audit_since(shop.lakehouse, "r", record=shop.home / "record").exact

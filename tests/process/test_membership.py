@@ -377,11 +377,11 @@ def test_cut_off_node_learns_of_the_end() -> None:
 
 
 def test_nodes_move_to_next_rendezvous() -> None:
-    """If the first rendezvous is lost, its nodes meet at the second. A node that finds the first again joins them there."""
+    """If the first rendezvous is lost, its nodes meet at the second. Nodes that find the first again wait for them there."""
     ports = (own_port(), own_port())
     spec = job(1, nodes="2:3", rendezvous=",".join(f"127.0.0.1:{port}" for port in ports), node_timeout_s=3)
-    with ExitStack() as stack, ThreadPoolExecutor(3) as pool:
-        first, second, third = (stack.enter_context(closing(Membership.of_job(spec, ledger="l"))) for _ in range(3))
+    with ExitStack() as stack, ThreadPoolExecutor(4) as pool:
+        first, second, *late = (stack.enter_context(closing(Membership.of_job(spec, ledger="l"))) for _ in range(4))
         stack.enter_context(serving(ports[1]))
         with serving(ports[0]):
             before = [each.result() for each in [pool.submit(next_round, node) for node in (first, second)]]
@@ -389,10 +389,13 @@ def test_nodes_move_to_next_rendezvous() -> None:
         assert [sorted(each.share.first_rank for each in found) for found in (before, after)] == [[0, 1], [0, 1]]
         with serving(ports[0]):
             stop = threading.Event()
-            joins = pool.submit(third.next_round, 0, stop, lambda: None)
-            wait_until(lambda: third._heartbeat is not None and third._heartbeat.others_train, what="the others")
+            joins = [pool.submit(node.next_round, 0, stop, lambda: None) for node in late]
+            wait_until(
+                lambda: all(node._heartbeat is not None and node._heartbeat.others_train for node in late),
+                what="the others",
+            )
             stop.set()
-            joins.result()
+            assert [each.result() for each in joins] == [None, None]
 
 
 def test_nodes_meet_at_first_rendezvous() -> None:
@@ -409,7 +412,7 @@ def test_nodes_meet_at_first_rendezvous() -> None:
 
 
 @pytest.mark.parametrize(
-    ("addresses", "found"), [("a:1,b:2", "above half of 2"), ("a:1,,b:2", "host:port"), ("a,b:2", "host:port")]
+    ("addresses", "found"), [("a:1,b:2", "above half of 2"), ("a:1,,b:2", "found 'a:1,,b:2'"), ("a,b:2", "host:port")]
 )
 def test_unusable_addresses_are_refused(addresses: str, found: str) -> None:
     """Each of several addresses has a port, and the nodes that train are more than half, or others could train at once."""

@@ -66,6 +66,16 @@ def test_served_rendezvous_listens_there_only() -> None:
     assert (answers("127.0.0.1", port), answers(OTHER_LOOPBACK, port), store.port) == (True, False, port)
 
 
+def test_silent_server_is_passed_over() -> None:
+    """Nodes meet at the second address if the first one accepts connections and does not answer."""
+    served = process_group.serve_store("127.0.0.1", own_port())
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = Endpoint(f"127.0.0.1:{silent.getsockname()[1]},127.0.0.1:{served.port}", timeout_s=1)
+        assert endpoint.connect().port == served.port
+        assert endpoint.find_better(lambda store: True) is None
+    wait_until(lambda: "rendezvous" not in {each.name for each in threading.enumerate()}, what="the end of the calls")
+
+
 @pytest.mark.parametrize("address", ["127.0.0.1:99999", "no.such.node.invalid:1", ":80", "127.0.0.1", "127.0.0.1:x"])
 def test_unusable_rendezvous_is_refused(address: str) -> None:
     """The error names an address at which this node cannot listen."""

@@ -22,9 +22,10 @@ from dlac_pipeline.lakehouse.errors import MemoryStateLost
 from dlac_pipeline.memory_states import states
 from dlac_pipeline.memory_states.memory_file import MemoryFile
 from dlac_pipeline.memory_states.save import MemorySaves
+from dlac_pipeline.plan.order import LegOrder
 from dlac_pipeline.plan.slots import ALL_SLOTS
 from dlac_pipeline.track.tracker import ReaderStateTracker
-from dlac_pipeline.train.restored_state import lose_if_unreadable
+from dlac_pipeline.train.restored_state import lose_if_unreadable, read_memory
 from tests.memory_states import OWN, fresh_start, keep, part_of, spec_of
 from tests.resume_points import memory_point
 
@@ -357,3 +358,17 @@ def test_lost_peer_leaves_states(tmp_path: Path, failure: Exception, stays: bool
     with pytest.raises(type(failure) if stays else MemoryStateLost), lose_if_unreadable(state):
         raise failure
     assert bool(states.read_states(folder)) == stays
+
+
+def test_state_of_replays_is_lost(tmp_path: Path) -> None:
+    """A state after the last step of the order is of replays, and does not fit an attempt without them."""
+    folder = tmp_path / OWN / "mine"
+    keep(folder, part_of(0, world_size=1))
+    (state,) = states.read_states(folder)
+    point = memory_point(step=13, head_step=10, folder=str(state.folder))
+    facts = {"counted": True, "reader_state": lambda step: [], "settings": SimpleNamespace(key_groups=1), "sources": []}
+    ends, replays = (SimpleNamespace(**facts, total_steps=last) for last in (13, 12))
+    assert read_memory(point, cast(LegOrder, ends), replays=False) is not None
+    assert read_memory(point, cast(LegOrder, replays)) is not None
+    with pytest.raises(MemoryStateLost, match="found step 13"):
+        read_memory(point, cast(LegOrder, replays), replays=False)

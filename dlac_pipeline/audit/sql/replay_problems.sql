@@ -21,6 +21,17 @@ wholes AS (
     WHERE NOT applied AND first_step = last_step
     GROUP BY ALL
 ),
+-- Each step of a checkpoint after its last advance is a replay.
+ends AS (
+    SELECT c.run, c.checkpoint_id, c.step,
+        greatest(coalesce(p.step, 0), coalesce((SELECT max(m.last_step) FROM advances AS m
+            WHERE m.run = c.run AND m.checkpoint_id = c.checkpoint_id), 0)) AS last_step,
+        (SELECT count(DISTINCT r.step) FROM replays AS r
+            WHERE r.run = c.run AND r.checkpoint_id = c.checkpoint_id) AS replays
+    FROM lineage AS c ANTI JOIN audited USING (checkpoint_id)
+    SEMI JOIN (FROM legs WHERE NOT streamed) AS s USING (run, leg)
+    LEFT JOIN lineage AS p ON p.run = c.run AND p.checkpoint_id = c.parent
+),
 found AS (
     SELECT run, 'skipped' AS kind, place || format('expected positions {} to {} in a step before step {} that was not applied, '
         || 'found none', position_start, position_end, step) AS problem
@@ -37,6 +48,11 @@ found AS (
     WHERE applied AND skipped_start IS NOT NULL
     GROUP BY run, place, source, cut_id, skipped_start
     HAVING sum(rows_consumed) > any_value(skipped_rows)
+    UNION ALL
+    SELECT run, 'missing', format('checkpoint {}: expected {} replays after step {}, found {}',
+        checkpoint_id, step - last_step, last_step, replays)
+    FROM ends
+    WHERE step - last_step > replays
 )
 SELECT run, min(problem) || CASE WHEN count(*) > 1 THEN format(' (and {} more like it)', count(*) - 1) ELSE '' END AS problem
 FROM found

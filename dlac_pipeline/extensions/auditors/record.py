@@ -26,7 +26,7 @@ from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 _KEY = b"dlac.audit"
 _DIGEST = (
     "SELECT count(*) AS rows, coalesce(sum(hash(c)::HUGEINT), 0)::VARCHAR AS digest "
-    "FROM consumption AS c WHERE kind = 'advance' AND seq > ? AND seq <= ?"
+    "FROM consumption AS c WHERE kind IN ('advance', 'replay') AND seq > ? AND seq <= ?"
 )
 _CONTENT = "SELECT coalesce(sum(hash(c)::HUGEINT), 0)::VARCHAR AS digest FROM recorded AS c"
 
@@ -39,10 +39,10 @@ class AuditRecord:
     checkpoint_id: str
     """The head that was audited."""
     seq: int
-    """Id of the head. The record answers for the advances up to it."""
+    """Id of the head. The record answers for the advances and replays up to it."""
     rows: int
     digest: str
-    """Sum of DuckDB's hashes of the advances. Another version of DuckDB may hash otherwise: then everything is audited again."""
+    """Sum of DuckDB's hashes of these rows. Another version of DuckDB may hash otherwise: then everything is audited again."""
     uneven: tuple[str, ...]
     """Checkpoints whose shares are uneven for a good reason. Later rows may refute the reason, so they are checked again."""
     content: str

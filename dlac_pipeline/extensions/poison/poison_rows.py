@@ -5,6 +5,9 @@ from pathlib import Path
 from typing import Literal
 
 from dlac_pipeline.lakehouse import errors
+from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS
+from dlac_pipeline.plan.legs.committed_leg import replays_of
 from dlac_pipeline.plan.legs.leg import Leg, Unreadable
 from dlac_pipeline.plan.order import LegOrder
 from dlac_pipeline.plan.plan import Plan, Plans
@@ -128,6 +131,8 @@ def rows_in_hand(
     for source, mine in zip(spec.sources, leg.sources, strict=True):
         units |= {name: plans.load(name, table=source.table).units for name in mine.start.plan_ids}
     order = leg.order(units)
+    if order.counted and order.total_steps is not None and step > order.total_steps:
+        step = _original(plans, spec.run, leg, order, step)
     found: dict[tuple[str, int], set[int]] = {}
     # The ranks recorded the ranges of a streamed batch when they received it, with rows that are read in part.
     streamed = (
@@ -139,6 +144,13 @@ def rows_in_hand(
         for unit, row in map(cut.block(group, block).place_of, positions):
             found.setdefault(cut.units.place(unit), set()).add(int(cut.units.first_row[unit]) + row)
     return found
+
+
+def _original(plans: Plans, run: str, leg: Leg, order: LegOrder, step: int) -> int:
+    """Return the step whose rows a replay reads, or the replay, which has no rows, if no checkpoint knows that step."""
+    ledger = Ledger(plans.lakehouse)
+    replays = replays_of(leg, order, ledger, ledger.rows(run, kinds=HEAD_KINDS), ledger.state(run).fence.head)
+    return step if replays is None or step > replays.total_steps else replays.original(step)
 
 
 def _of_counted(order: LegOrder, step: int) -> Iterator[Positions]:
