@@ -1,11 +1,14 @@
 """Copies beside training: a step of an optimizer waits for the copies of its tensors, and all else is copied at once."""
 
 import copy
+import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -162,3 +165,47 @@ def test_changed_state_is_refused(change: str, streams: bool) -> None:
     CHANGES[change](script.first.weight)
     script.step(3)
     assert not again.stable()
+
+
+class Wrapper(torch.optim.Optimizer):
+    """An optimizer around another one. As some do, it never calls the constructor of PyTorch."""
+
+    def __init__(self, hooks: Any) -> None:
+        self.param_groups = [{"params": [nn.Parameter(torch.ones(64))]}]
+        self.state = {}  # type: ignore[assignment]
+        if hooks is not None:
+            self._optimizer_step_pre_hooks = hooks
+
+
+@pytest.mark.parametrize("hooks", [None, {}, OrderedDict[int, Any]()], ids=["none", "plain", "uncalled"])
+def test_wrapped_optimizer_is_copied_at_once(hooks: Any) -> None:
+    """The step of such a wrapper calls no hook, so that nothing of it is stable. An adapter may have a list of optimizers."""
+    engine = SimpleNamespace(optimizers=lambda: [Wrapper(hooks)], modules=dict)
+    for gate in (StepGate(engine), StepGate(SimpleNamespace(optimizers=[Wrapper(hooks)]))):
+        assert not gate.stable()
+        gate.finish(in_step=True)
+        assert not gate.stable()
+
+
+def test_step_without_effect_decides_nothing() -> None:
+    """Without a step of an optimizer the tensors may still change in other ways: they are watched until one."""
+    script = Script("foreach")
+    gate = StepGate(TorchState(**script.parts))
+    for expected in (None, True):
+        assert not gate.stable()
+        if expected:
+            script.step(0)
+        gate.finish()
+        assert gate.is_sure is expected
+
+
+def test_steps_of_all_threads_wait() -> None:
+    """A step in a second thread waits for a copy that the first one waits for."""
+    gate, copied, order = StepGate(), threading.Event(), list[str]()
+    gate.hold(lambda: (copied.wait(), order.append("copied"))[1])
+    steps = [in_thread(lambda: (gate.finish(), order.append("step")), "step") for _ in range(2)]
+    time.sleep(DELAY_S)
+    copied.set()
+    for each in steps:
+        each.result()
+    assert order == ["copied", "step", "step"]
