@@ -27,14 +27,14 @@ class StepGate:
                 each.register_step_pre_hook(lambda *_: self.finish(in_step=True))
                 if getattr(type(each).step, "hooked", False):  # else its step calls no hook
                     self._optimizers.append(each)
-        self._waits: list[Callable[[], None]] = []
+        self._waits: list[Callable[[], bool]] = []
         self._lock = RLock()
         self._watch: Watch | None = None
         self.is_sure: bool | None = None
         """True once a step has changed nothing before the gate, False once anything has."""
 
-    def hold(self, wait: Callable[[], None]) -> None:
-        """Call `wait` before the next step of an optimizer, or in `finish`. It raises nothing."""
+    def hold(self, wait: Callable[[], bool]) -> None:
+        """Call `wait` before the next step of an optimizer, or in `finish`. It returns whether a tensor has changed."""
         self._waits.append(wait)
 
     def finish(self, *, in_step: bool = False) -> None:
@@ -43,7 +43,8 @@ class StepGate:
             return
         with self._lock:  # steps in other threads wait as well
             while self._waits:
-                self._waits[0]()
+                if self._waits[0]():
+                    self.is_sure = False
                 del self._waits[0]
             watch, self._watch = self._watch, None
             if watch is not None:

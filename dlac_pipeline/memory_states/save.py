@@ -17,11 +17,11 @@ from dlac_pipeline.checkpoint.engines import Engine
 from dlac_pipeline.checkpoint.manager import CheckpointManager
 from dlac_pipeline.checkpoint.restore.resume_point import FromMemory, ResumePoint
 from dlac_pipeline.checkpoint.rng import save_rng
-from dlac_pipeline.checkpoint.stage.copies import Copies, CopyMemory, Direct, StateChanged, Writer, in_thread
+from dlac_pipeline.checkpoint.stage.copies import Copies, CopyMemory, Direct, Writer, in_thread
 from dlac_pipeline.checkpoint.step_sync import RankReport, StepSync
 from dlac_pipeline.elastic.ranks.communicator import Communicator
 from dlac_pipeline.elastic.ranks.rank import LAUNCH_VARIABLE
-from dlac_pipeline.lakehouse.errors import DlacError
+from dlac_pipeline.lakehouse.errors import DlacError, StateChanged
 from dlac_pipeline.lakehouse.ledger.typed_rows import repeatable
 from dlac_pipeline.memory_states import states
 from dlac_pipeline.memory_states.memory_file import MemoryFile, is_tmpfs
@@ -89,8 +89,8 @@ class MemorySaves:
         """The files that this rank has written."""
         self._memory = CopyMemory()
         self._part_bytes = 0
-        self._copying: tuple[Copies, Future[float]] | None = None
-        """The last state while it is copied beside training, and the seconds to come that it takes."""
+        self._copying: Future[float] | None = None
+        """The seconds to come that the last state takes, while it is copied beside training."""
         self._is_left_out = False
         self._maps = run_folder is not None and is_tmpfs(run_folder)
         self._pace = Pace(spec.checkpoint, point)
@@ -238,7 +238,7 @@ class MemorySaves:
             complete()
             self._part_bytes = sum(size for _, size in sealed.files)
         else:
-            self._copying = writer, in_thread(complete, "memory state")
+            self._copying = in_thread(complete, "memory state")
             self._manager.gate.hold(writer.wait)
 
     def _stable(self) -> Mapping[Any, str]:
@@ -252,12 +252,10 @@ class MemorySaves:
         """Wait until the last state is sealed, or is known to be left out. Return the seconds of its copy beside training."""
         if self._copying is None:
             return 0.0
-        (writer, copied), self._copying = self._copying, None
+        copied, self._copying = self._copying, None
         try:
             return copied.result()
         except (OSError, DlacError) as err:
-            if writer.watch.changed:
-                self._manager.gate.is_sure = False
             # with a buddy no message says that a state is left out, and not late
             if isinstance(err, StateChanged) and not self._has_buddy:
                 self._is_left_out = True

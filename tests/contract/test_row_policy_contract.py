@@ -95,6 +95,13 @@ def test_named_policy_alone_is_asked(restarts: RestartPolicy) -> None:
         plan_restart(restarts, replace(DEATH, kind=LossSpiked.__name__))
 
 
+def test_change_beside_training_ends_no_run(restarts: RestartPolicy) -> None:
+    """A state that changed while it was copied ends its attempt. The ones after it copy at once."""
+    assert not restarts.copies_at_once
+    assert plan_restart(restarts, replace(DEATH, kind="StateChanged")) == ()
+    assert restarts.copies_at_once
+
+
 def test_policy_ends_a_run(restarts: RestartPolicy, events: list[dict[str, Any]]) -> None:
     """A policy may give the run up. The error names the output of the attempt, and an event reports it."""
     with pytest.raises(NoProgress, match=r"expected rows that can be read, then train again; its output: `dlac logs r"):

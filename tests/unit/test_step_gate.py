@@ -20,8 +20,9 @@ from torch.utils._pytree import tree_leaves
 
 from dlac_pipeline.checkpoint import step_gate
 from dlac_pipeline.checkpoint.engines import TorchState
-from dlac_pipeline.checkpoint.stage.copies import Copies, CopyMemory, StateChanged, in_thread
+from dlac_pipeline.checkpoint.stage.copies import Copies, CopyMemory, in_thread
 from dlac_pipeline.checkpoint.step_gate import StepGate
+from dlac_pipeline.lakehouse.errors import StateChanged
 
 DELAY_S = 0.02
 KINDS = ("foreach", "fused", "lbfgs", "gan", "tied", "frozen", "replaced", "accumulates", "skips")
@@ -160,11 +161,30 @@ def test_changed_state_is_refused(change: str, streams: bool) -> None:
     script.step(2)
     with pytest.raises(StateChanged, match=r"'model\.0\.weight'"):
         copied.result()
+    assert not gate.stable(), "all is copied at once from now on"
     again = StepGate(engine)
     assert not again.stable()
     CHANGES[change](script.first.weight)
     script.step(3)
     assert not again.stable()
+
+
+@pytest.mark.parametrize("streams", [True, False])
+@pytest.mark.parametrize("change", CHANGES)
+def test_change_after_copy_is_accepted(change: str, streams: bool) -> None:
+    """A copy that was complete before the change has nothing of it. If a version shows the change, the next is made at once."""
+    script = Script("foreach")
+    engine = TorchState(**script.parts)
+    gate, found = StepGate(engine), dict[str, Any]()
+    gate.stable()
+    script.step(0)
+    before = script.first.weight.detach().clone()
+    copied = begin_copy(gate, engine, found, streams=streams)
+    copied.result()
+    CHANGES[change](script.first.weight)
+    script.step(1)
+    assert torch.equal(found["torch-state.pt"]["model"]["0.weight"], before)
+    assert bool(gate.stable()) == (change == "unversioned")
 
 
 class Wrapper(torch.optim.Optimizer):
@@ -202,8 +222,18 @@ def test_step_without_effect_decides_nothing() -> None:
 def test_steps_of_all_threads_wait() -> None:
     """A step in a second thread waits for a copy that the first one waits for."""
     gate, copied, order = StepGate(), threading.Event(), list[str]()
-    gate.hold(lambda: (copied.wait(), order.append("copied"))[1])
-    steps = [in_thread(lambda: (gate.finish(), order.append("step")), "step") for _ in range(2)]
+
+    def wait() -> bool:
+        copied.wait()
+        order.append("copied")
+        return False
+
+    def step() -> None:
+        gate.finish(in_step=True)
+        order.append("step")
+
+    gate.hold(wait)
+    steps = [in_thread(step, "step") for _ in range(2)]
     time.sleep(DELAY_S)
     copied.set()
     for each in steps:
