@@ -189,7 +189,7 @@ class Copies:
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
         if isinstance(value, TensorFile):
-            return TensorFile(self._copy_of(value.tensors), value.about)
+            return TensorFile({name: self._written_alone(each) for name, each in value.tensors.items()}, value.about)
         if isinstance(value, dict):
             copied = copy.copy(value)  # keeps its type, and the attributes of a state_dict
             for key, each in value.items():  # `update` of a Counter adds
@@ -200,6 +200,13 @@ class Copies:
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return type(value)(*(self._copy_of(each) for each in value))
         return value if type(value) in _PLAIN else copy.deepcopy(value)
+
+    def _written_alone(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy a tensor of a file that has no storages. Only from the begin of its storage on is it found that it was read."""
+        is_read_later = self._streams and tensor.device.type == "cpu"
+        if is_read_later and not (tensor.is_contiguous() and tensor.storage_offset() == 0):
+            return tensor.detach().clone()
+        return self._tensor(tensor)
 
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy a tensor into host memory. One that consists of others, such as a DTensor, is composed of copies of these."""
