@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from dlac_pipeline.checkpoint import step_gate
 from dlac_pipeline.checkpoint.engines import TorchState
 from dlac_pipeline.checkpoint.stage.copies import Copies, CopyMemory, in_thread
+from dlac_pipeline.checkpoint.stage.watch import Watch
 from dlac_pipeline.checkpoint.step_gate import StepGate
 from dlac_pipeline.lakehouse.errors import StateChanged
 
@@ -185,6 +186,18 @@ def test_change_after_copy_is_accepted(change: str, streams: bool) -> None:
     script.step(1)
     assert torch.equal(found["torch-state.pt"]["model"]["0.weight"], before)
     assert bool(gate.stable()) == (change == "unversioned")
+
+
+@pytest.mark.parametrize("changed", [0, 1])
+def test_views_share_a_storage(changed: int) -> None:
+    """Many views of a storage take as much memory as one, and a change of any is found."""
+    flat, watch = torch.zeros(1 << 16), Watch()
+    for each in flat.view(64, -1):
+        watch.add("flat", each)
+    flat.data[changed * 1024] = 1
+    watch.compare(flat.data_ptr())
+    assert watch.changed == "flat"
+    assert sum(len(each) for each in watch._numbers.values()) == 1
 
 
 class Wrapper(torch.optim.Optimizer):
