@@ -215,10 +215,14 @@ class MemorySaves:
             sealed.files.append((str(path.relative_to(slot)), self._files[path].overwrite(state, read)))
 
         def write(path: Path, state: Any) -> None:
-            if failure is None:
-                if path not in self._files:
-                    self._files[path] = MemoryFile(path, is_mapped=self._maps)
-                writer.write(path, state)
+            nonlocal failure
+            try:
+                if failure is None:
+                    if path not in self._files:
+                        self._files[path] = MemoryFile(path, is_mapped=self._maps)
+                    writer.write(path, state)
+            except (OSError, RuntimeError, MemoryError) as err:  # PyTorch may raise these for page-locked memory
+                failure = err if isinstance(err, OSError) else OSError(f"{type(err).__name__}: {err}")
 
         def complete() -> float:
             try:
@@ -255,7 +259,7 @@ class MemorySaves:
         copied, self._copying = self._copying, None
         try:
             return copied.result()
-        except (OSError, DlacError) as err:
+        except Exception as err:
             # with a buddy no message says that a state is left out, and not late
             if isinstance(err, StateChanged) and not self._has_buddy:
                 self._is_left_out = True
@@ -276,10 +280,13 @@ class MemorySaves:
             states.forget_states(self._own.parent, before=self._point.attempt + 1)
 
     def close(self) -> None:
-        """Close the files. The states stay, for the next attempt."""
-        self._finish_copy()
-        while self._files:
-            self._files.popitem()[1].close()
+        """Close the files. The states stay, for the next attempt. A failure is logged, because the rank has more to close."""
+        try:
+            self._finish_copy()
+            while self._files:
+                self._files.popitem()[1].close()
+        except Exception:
+            _log.exception("expected to close the files of states in memory")
 
     def _free_files(self, folder: Path) -> None:
         """Free the memory of this rank's files in a folder."""

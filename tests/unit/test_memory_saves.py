@@ -1,6 +1,7 @@
 """A rank saves states in memory as often as the copies allow, seals whole ones only, and frees the memory of all others."""
 
 import math
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -248,19 +249,38 @@ def test_changed_state_is_left_out(training: Rank) -> None:
     assert training.step() == [3, 4]
 
 
-def test_failure_beside_training_is_reported(training: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that is full while training continues is reported after the step."""
+@pytest.mark.parametrize(
+    ("place", "failure"),
+    [
+        ((MemoryFile, "overwrite"), OSError("no space")),
+        ((MemoryFile, "overwrite"), RuntimeError("no space")),
+        ((CopyMemory, "copy_of"), RuntimeError("no space")),
+        ((CopyMemory, "copy_of"), MemoryError("no space")),
+    ],
+)
+def test_failure_beside_training_is_reported(
+    training: Rank, monkeypatch: pytest.MonkeyPatch, place: tuple[type, str], failure: Exception
+) -> None:
+    """Memory that is full while a state is copied is reported after the step, also where PyTorch allocates it."""
 
-    def fail(*_: object) -> int:
-        raise OSError("no space")
+    def fail(*_: object) -> None:
+        raise failure
 
-    monkeypatch.setattr(MemoryFile, "overwrite", fail)
+    monkeypatch.setattr(*place, fail)
     sync(training)
     training.step()
     training.optimizer.step()
     sync(training)
     assert "no space" in training.warnings[0]
     assert not training.folder.exists()
+
+
+def test_failed_close_is_logged(rank: Rank, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that cannot be closed leaves the rank to close its reader and its process group."""
+    rank.step()
+    monkeypatch.setattr(MemoryFile, "close", lambda _: os.close(-1))
+    rank.saves.close()
+    assert "expected to close the files of states" in caplog.text
 
 
 def test_slower_step_is_a_cost(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
