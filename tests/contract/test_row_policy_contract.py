@@ -82,8 +82,14 @@ def test_installed_policies_are_asked(restarts: RestartPolicy, events: list[dict
 
 @pytest.mark.parametrize("name", ["poison", "spikes", "zz-faulty"])
 def test_policy_leaves_other_failures(restarts: RestartPolicy, events: list[dict[str, Any]], name: str) -> None:
-    """A policy names no row for a failure of another kind, also if it alone is asked, and publishes nothing."""
-    assert plan_restart(restarts, replace(DEATH, detail={"policy": name})) == ()
+    """A policy names no row for a failure of another kind, also if it alone is asked, and publishes nothing.
+
+    After a state that changed while it was copied, later attempts copy at once.
+    """
+    for kind in (DEATH.kind, "StateChanged"):
+        assert plan_restart(restarts, replace(DEATH, kind=kind, detail={"policy": name})) == ()
+        assert restarts.copies_at_once == (kind != DEATH.kind)
+    assert plan_restart(restarts, replace(DEATH, kind="StateChanged")) == ()
     assert events == []
 
 
@@ -93,13 +99,6 @@ def test_named_policy_alone_is_asked(restarts: RestartPolicy) -> None:
     assert plan_restart(restarts, replace(DEATH, kind=LossSpiked.__name__, detail=detail)) == ()
     with pytest.raises(LossSpiked):
         plan_restart(restarts, replace(DEATH, kind=LossSpiked.__name__))
-
-
-def test_change_beside_training_ends_no_run(restarts: RestartPolicy) -> None:
-    """A state that changed while it was copied ends its attempt. The ones after it copy at once."""
-    assert not restarts.copies_at_once
-    assert plan_restart(restarts, replace(DEATH, kind="StateChanged")) == ()
-    assert restarts.copies_at_once
 
 
 def test_policy_ends_a_run(restarts: RestartPolicy, events: list[dict[str, Any]]) -> None:

@@ -35,12 +35,10 @@ class Watch:
     def compare(self, *addresses: int, content: bool = True) -> None:
         """Compare the tensors in storages, by default in all, with their former versions and `content`."""
         for address in addresses or self._seen:
-            for name, tensor, version in self._seen.get(address, ()):
-                if tensor._version != version:
-                    self.changed = self.changed or name
-            for name, numbers, former in self._numbers.get(address, {}).values() if content else ():
-                if not torch.equal(numbers, former):
-                    self.changed = self.changed or name
+            changed = [name for name, tensor, version in self._seen.get(address, ()) if tensor._version != version]
+            pages = self._numbers.get(address, {}).values() if content else ()
+            changed += [name for name, numbers, former in pages if not torch.equal(numbers, former)]
+            self.changed = next(filter(None, (self.changed, *changed)), "")
 
 
 def whole(storage: torch.UntypedStorage, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
