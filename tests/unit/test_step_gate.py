@@ -151,10 +151,7 @@ CHANGES: dict[str, Callable[[torch.Tensor], Any]] = {
 @pytest.mark.parametrize("streams", [True, False])
 @pytest.mark.parametrize("change", CHANGES)
 def test_changed_state_is_refused(change: str, streams: bool, late: bool) -> None:
-    """Weights that a script changes before the optimizer's step are named. If the first step has it, they are copied at once.
-
-    A late change, after the copies are complete, is none of the state.
-    """
+    """Weights that a script changes before they are copied are named. Once a change is known, they are copied at once."""
     script = Script("foreach")
     engine = TorchState(**script.parts)
     gate = StepGate(engine)

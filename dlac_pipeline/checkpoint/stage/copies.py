@@ -203,10 +203,9 @@ class Copies:
 
     def _written_alone(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy a tensor of a file that has no storages. Only from the begin of its storage on is it found that it was read."""
-        is_read_later = self._streams and tensor.device.type == "cpu"
-        if is_read_later and not (tensor.is_contiguous() and tensor.storage_offset() == 0):
-            return tensor.detach().clone()
-        return self._tensor(tensor)
+        is_copied = not self._streams or tensor.device.type != "cpu"
+        is_known = is_copied or (tensor.is_contiguous() and tensor.storage_offset() == 0)
+        return self._tensor(tensor) if is_known else tensor.detach().clone()
 
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy a tensor into host memory. One that consists of others, such as a DTensor, is composed of copies of these."""

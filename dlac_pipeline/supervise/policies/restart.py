@@ -130,8 +130,8 @@ class RestartPolicy:
     def _raise_if_final(self, failure: Failure) -> None:
         """Raise the error of a rank if another attempt would meet it again, or if a stop was requested."""
         kind = errors.error_class(failure.kind)
-        is_final = kind is not None and issubclass(kind, _TERMINAL) and not issubclass(kind, errors.StateChanged)
-        if kind is not None and is_final and not failure.policy:
+        is_curable = failure.policy or kind is errors.StateChanged
+        if kind is not None and issubclass(kind, _TERMINAL) and not is_curable:
             raise kind(failure.message)
         if self._stops.stop.is_set():
             stuck = "the ranks were asked to leave and did not"
