@@ -1,7 +1,8 @@
 """Gate in front of the steps of a state's optimizers. See docs/design/0003-checkpoints.md."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from threading import RLock
 from typing import Any
 
 import torch
@@ -20,23 +21,36 @@ class StepGate:
         """A user's own adapter may name no optimizers. Then nothing is stable."""
         self._modules: Callable[[], Mapping[str, Any]] = getattr(engine, "modules", dict)
         self._optimizers: list[Any] = []
-        optimizers: Callable[[], Sequence[Any]] = getattr(engine, "optimizers", tuple)
-        for each in optimizers():
-            with suppress(AttributeError):  # a wrapper that torch did not make
-                each.register_step_pre_hook(lambda *_: self.finish())
-                self._optimizers.append(each)
-        self._waits: list[Callable[[], None]] = []
+        optimizers = getattr(engine, "optimizers", None)
+        for each in optimizers() if callable(optimizers) else ():
+            with suppress(AttributeError, TypeError):  # a wrapper that torch did not make
+                each.register_step_pre_hook(lambda *_: self.finish(in_step=True))
+                if getattr(type(each).step, "hooked", False):  # else its step calls no hook
+                    self._optimizers.append(each)
+        self._waits: list[Callable[[], bool]] = []
+        self._lock = RLock()
+        self._watch: Watch | None = None
         self.is_sure: bool | None = None
         """True once a step has changed nothing before the gate, False once anything has."""
 
-    def hold(self, wait: Callable[[], None]) -> None:
-        """Call `wait` before the next step of an optimizer, or in `finish`. It raises nothing."""
+    def hold(self, wait: Callable[[], bool]) -> None:
+        """Call `wait` before the next step of an optimizer, or in `finish`. It returns whether a tensor has changed."""
         self._waits.append(wait)
 
-    def finish(self) -> None:
-        """Wait for all copies."""
-        while self._waits:
-            self._waits.pop()()
+    def finish(self, *, in_step: bool = False) -> None:
+        """Wait for all copies. Only a step shows that nothing else changes the tensors."""
+        if not self._waits and self._watch is None:
+            return
+        with self._lock:  # steps in other threads wait as well
+            while self._waits:
+                if self._waits[0]():
+                    self.is_sure = False
+                del self._waits[0]
+            watch, self._watch = self._watch, None
+            if watch is not None:
+                watch.compare()
+                if watch.changed or in_step:
+                    self.is_sure = self.is_sure is not False and not watch.changed
 
     def stable(self) -> Mapping[Key, str]:
         """Return the names of tensors by the storages that nothing changes until a step of an optimizer.
@@ -46,17 +60,14 @@ class StepGate:
         if self.is_sure is False:
             return {}
         tensors = [(name, each) for name, each in self._tensors() if _is_worth(each)]
-        if self.is_sure is None and tensors:
-            watch = Watch()
-            for name, each in tensors:
-                watch.add(name, each)
-            self.hold(lambda: self._judge(watch))
+        if self.is_sure is None:
+            if self._watch is None and tensors:
+                watch = Watch()
+                for name, each in tensors:
+                    watch.add(name, each)
+                self._watch = watch
             return {}
         return {storage_key(each): name for name, each in tensors}
-
-    def _judge(self, watch: Watch) -> None:
-        watch.compare()
-        self.is_sure = self.is_sure is not False and not watch.changed
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors of the optimizers, except those in a storage that has a buffer as well."""

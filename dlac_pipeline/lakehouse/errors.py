@@ -212,6 +212,10 @@ class StoreUnavailable(CheckpointError, transient=True):
     """The checkpoint store is not writable, full or away."""
 
 
+class StateChanged(CheckpointError, transient=True):
+    """Something other than a step of an optimizer has changed a state while it was copied beside training."""
+
+
 class CheckpointDamaged(CheckpointError):
     """A checkpoint's file is missing, truncated or altered."""
 

@@ -17,11 +17,11 @@ from dlac_pipeline.checkpoint.engines import Engine
 from dlac_pipeline.checkpoint.manager import CheckpointManager
 from dlac_pipeline.checkpoint.restore.resume_point import FromMemory, ResumePoint
 from dlac_pipeline.checkpoint.rng import save_rng
-from dlac_pipeline.checkpoint.stage.copies import Copies, CopyMemory, Direct, StateChanged, Writer, in_thread
+from dlac_pipeline.checkpoint.stage.copies import Copies, CopyMemory, Direct, Writer, in_thread
 from dlac_pipeline.checkpoint.step_sync import RankReport, StepSync
 from dlac_pipeline.elastic.ranks.communicator import Communicator
 from dlac_pipeline.elastic.ranks.rank import LAUNCH_VARIABLE
-from dlac_pipeline.lakehouse.errors import DlacError
+from dlac_pipeline.lakehouse.errors import DlacError, StateChanged
 from dlac_pipeline.lakehouse.ledger.typed_rows import repeatable
 from dlac_pipeline.memory_states import states
 from dlac_pipeline.memory_states.memory_file import MemoryFile, is_tmpfs
@@ -89,8 +89,8 @@ class MemorySaves:
         """The files that this rank has written."""
         self._memory = CopyMemory()
         self._part_bytes = 0
-        self._copying: tuple[Copies, Future[float]] | None = None
-        """The last state while it is copied beside training, and the seconds to come that it takes."""
+        self._copying: Future[float] | None = None
+        """The seconds to come that the last state takes, while it is copied beside training."""
         self._is_left_out = False
         self._maps = run_folder is not None and is_tmpfs(run_folder)
         self._pace = Pace(spec.checkpoint, point)
@@ -215,10 +215,14 @@ class MemorySaves:
             sealed.files.append((str(path.relative_to(slot)), self._files[path].overwrite(state, read)))
 
         def write(path: Path, state: Any) -> None:
-            if failure is None:
-                if path not in self._files:
-                    self._files[path] = MemoryFile(path, is_mapped=self._maps)
-                writer.write(path, state)
+            nonlocal failure
+            try:
+                if failure is None:
+                    if path not in self._files:
+                        self._files[path] = MemoryFile(path, is_mapped=self._maps)
+                    writer.write(path, state)
+            except (OSError, RuntimeError, MemoryError) as err:  # PyTorch may raise these for page-locked memory
+                failure = err if isinstance(err, OSError) else OSError(f"{type(err).__name__}: {err}")
 
         def complete() -> float:
             try:
@@ -238,7 +242,7 @@ class MemorySaves:
             complete()
             self._part_bytes = sum(size for _, size in sealed.files)
         else:
-            self._copying = writer, in_thread(complete, "memory state")
+            self._copying = in_thread(complete, "memory state")
             self._manager.gate.hold(writer.wait)
 
     def _stable(self) -> Mapping[Any, str]:
@@ -252,12 +256,10 @@ class MemorySaves:
         """Wait until the last state is sealed, or is known to be left out. Return the seconds of its copy beside training."""
         if self._copying is None:
             return 0.0
-        (writer, copied), self._copying = self._copying, None
+        copied, self._copying = self._copying, None
         try:
             return copied.result()
-        except (OSError, DlacError) as err:
-            if writer.watch.changed:
-                self._manager.gate.is_sure = False
+        except Exception as err:
             # with a buddy no message says that a state is left out, and not late
             if isinstance(err, StateChanged) and not self._has_buddy:
                 self._is_left_out = True
@@ -278,10 +280,13 @@ class MemorySaves:
             states.forget_states(self._own.parent, before=self._point.attempt + 1)
 
     def close(self) -> None:
-        """Close the files. The states stay, for the next attempt."""
-        self._finish_copy()
-        while self._files:
-            self._files.popitem()[1].close()
+        """Close the files. The states stay, for the next attempt. A failure is logged, because the rank has more to close."""
+        try:
+            self._finish_copy()
+            while self._files:
+                self._files.popitem()[1].close()
+        except Exception:
+            _log.exception("expected to close the files of states in memory")
 
     def _free_files(self, folder: Path) -> None:
         """Free the memory of this rank's files in a folder."""

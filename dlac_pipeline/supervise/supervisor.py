@@ -221,8 +221,9 @@ class Supervisor:
         else:
             self._failure = end
             left_out = launch.restart_policy.plan_restart(attempt, end)
-            unreadable, spike_step = (*self._options.unreadable, *left_out), launch.restart_policy.spike_step
-            self._options = replace(self._options, unreadable=unreadable, spike_step=spike_step)
+            policy, unreadable = launch.restart_policy, (*self._options.unreadable, *left_out)
+            self._options = replace(self._options, unreadable=unreadable, spike_step=policy.spike_step)
+            self._options = replace(self._options, copies_at_once=policy.copies_at_once)
         return AttemptVerdict(restart=self._failure, attempt=attempt.number, step=attempt.step)
 
     def _finished_before(self, takeover: Takeover, err: errors.RunFinished) -> AttemptVerdict:

@@ -89,6 +89,7 @@ class Checkpointing:
         """Take an engine that is loaded, and watch the steps of its optimizers."""
         self.engine = engine
         self._manager.watch_steps(engine)
+        self._manager.gate.is_sure = False if self._attempt.point.copies_at_once else None
 
     def reset_generators(self) -> None:
         """Set the random generators to their state after `restore`, once."""

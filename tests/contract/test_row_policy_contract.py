@@ -84,6 +84,9 @@ def test_installed_policies_are_asked(restarts: RestartPolicy, events: list[dict
 def test_policy_leaves_other_failures(restarts: RestartPolicy, events: list[dict[str, Any]], name: str) -> None:
     """A policy names no row for a failure of another kind, also if it alone is asked, and publishes nothing."""
     assert plan_restart(restarts, replace(DEATH, detail={"policy": name})) == ()
+    assert not restarts.copies_at_once
+    assert plan_restart(restarts, replace(DEATH, kind="StateChanged")) == ()
+    assert restarts.copies_at_once, "a state changed while it was copied"
     assert events == []
 
 

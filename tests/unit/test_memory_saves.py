@@ -15,6 +15,7 @@ import torch
 from dlac_pipeline.checkpoint.collectives import RankTree
 from dlac_pipeline.checkpoint.engines import TorchState
 from dlac_pipeline.checkpoint.restore.resume_point import ResumePoint
+from dlac_pipeline.checkpoint.stage.copies import CopyMemory
 from dlac_pipeline.checkpoint.step_gate import StepGate
 from dlac_pipeline.checkpoint.step_sync import RankReport, StepSync
 from dlac_pipeline.elastic.ranks.rank import LAUNCH_VARIABLE
@@ -210,19 +211,25 @@ def test_changed_state_is_left_out(training: Rank) -> None:
     assert training.step() == [3, 4]
 
 
-def test_failure_beside_training_is_reported(training: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that is full while training continues is reported after the step."""
+@pytest.mark.parametrize("failure", [OSError("no space"), RuntimeError("no space"), MemoryError("no space")])
+@pytest.mark.parametrize("place", [(MemoryFile, "overwrite"), (CopyMemory, "copy_of")])
+def test_failure_beside_training_is_reported(
+    training: Rank, monkeypatch: pytest.MonkeyPatch, place: tuple[type, str], failure: Exception
+) -> None:
+    """Memory that is full while a state is copied is reported after the step, also where PyTorch allocates it."""
 
-    def fail(*_: object) -> int:
-        raise OSError("no space")
+    def fail(*_: object) -> None:
+        raise failure
 
-    monkeypatch.setattr(MemoryFile, "overwrite", fail)
+    monkeypatch.setattr(*place, fail)
     sync(training)
     training.step()
     training.optimizer.step()
     sync(training)
     assert "no space" in training.warnings[0]
     assert not training.folder.exists()
+    monkeypatch.setattr(training.saves, "_finish_copy", fail)
+    training.saves.close()  # only logs, because the rank has more to close
 
 
 def test_slower_step_is_a_cost(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,15 @@
 """Copies beside training: a step of an optimizer waits for the copies of its tensors, and all else is copied at once."""
 
 import copy
+import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +21,9 @@ from torch.utils._pytree import tree_leaves
 
 from dlac_pipeline.checkpoint import step_gate
 from dlac_pipeline.checkpoint.engines import TorchState
-from dlac_pipeline.checkpoint.stage.copies import Copies, CopyMemory, StateChanged, in_thread
+from dlac_pipeline.checkpoint.stage.copies import Copies, CopyMemory, in_thread
 from dlac_pipeline.checkpoint.step_gate import StepGate
+from dlac_pipeline.lakehouse.errors import StateChanged
 
 DELAY_S = 0.02
 KINDS = ("foreach", "fused", "lbfgs", "gan", "tied", "frozen", "replaced", "accumulates", "skips")
@@ -136,10 +141,11 @@ def test_state_is_of_its_step(kind: str, streams: bool) -> None:
     assert beside == 4
 
 
+@pytest.mark.parametrize("late", [True, False])
 @pytest.mark.parametrize("streams", [True, False])
 @pytest.mark.parametrize("written", [torch.Tensor.detach, lambda weight: weight.data], ids=["in place", "unversioned"])
-def test_changed_state_is_refused(written: Callable[[torch.Tensor], torch.Tensor], streams: bool) -> None:
-    """Weights that a script changes before the optimizer's step are named. If the first step has it, they are copied at once."""
+def test_changed_state_is_refused(written: Callable[[torch.Tensor], torch.Tensor], streams: bool, late: bool) -> None:
+    """Weights that a script changes before they are copied are named. Once a change is known, they are copied at once."""
     script = Script("foreach")
     engine = TorchState(**script.parts)
     gate = StepGate(engine)
@@ -147,12 +153,44 @@ def test_changed_state_is_refused(written: Callable[[torch.Tensor], torch.Tensor
     assert not gate.stable()
     script.step(1)
     copied = begin_copy(gate, engine, {}, streams=streams)
+    if late:
+        copied.result()
     written(script.first.weight).mul_(0.5)
     script.step(2)
-    with pytest.raises(StateChanged, match=r"'model\.0\.weight'"):
+    with nullcontext() if late else pytest.raises(StateChanged, match=r"'model\.0\.weight'"):
         copied.result()
+    assert bool(gate.stable()) == (late and written is not torch.Tensor.detach), (
+        "a change that is found makes later copies at once"
+    )
     again = StepGate(engine)
+    assert not again.stable()
+    again.finish()
+    assert again.is_sure is None, "no optimizer has made a step"
     assert not again.stable()
     written(script.first.weight).mul_(0.5)
     script.step(3)
     assert not again.stable()
+
+
+@pytest.mark.parametrize("hooks", [{}, OrderedDict[int, Any]()], ids=["plain", "uncalled"])
+def test_uncalled_hooks_make_nothing_stable(hooks: Any) -> None:
+    """A wrapper may skip the constructor of PyTorch. Then its step calls no hook."""
+    wrapper: Any = object.__new__(torch.optim.Optimizer)
+    wrapper.param_groups, wrapper.state = [{"params": [torch.ones(64)]}], {}
+    wrapper._optimizer_step_pre_hooks = hooks
+    for optimizers in ([wrapper], lambda: [wrapper]):
+        gate = StepGate(SimpleNamespace(optimizers=optimizers))
+        gate.stable()
+        gate.finish(in_step=True)
+        assert not gate.stable()
+
+
+def test_steps_of_all_threads_wait() -> None:
+    """A step in a second thread waits for a copy that the first one waits for."""
+    gate, copied = StepGate(), threading.Event()
+    gate.hold(lambda: not copied.wait())
+    steps = [in_thread(gate.finish, "step") for _ in range(2)]
+    time.sleep(DELAY_S)
+    assert not any(each.done() for each in steps)
+    copied.set()
+    assert [each.result() for each in steps] == [None, None]

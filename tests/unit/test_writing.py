@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 import torch
 from blake3 import blake3
+from safetensors.torch import load
 
 from dlac_pipeline.checkpoint.stage.copies import Copies, CopyMemory, Writer
-from dlac_pipeline.checkpoint.stage.streamed_file import write_state
+from dlac_pipeline.checkpoint.stage.streamed_file import TensorFile, write_state
+from dlac_pipeline.checkpoint.stage.watch import storage_key
+from dlac_pipeline.memory_states.memory_file import MemoryFile
 
 
 def saved(writer: Writer, folder: Path, state: Any) -> Any:
@@ -24,14 +27,33 @@ def test_views_stay_shared(tmp_path: Path) -> None:
     """Two views of a flat buffer, and a tensor with two names, are copied once and stay shared."""
     flat = torch.arange(10.0)
     state = {"head": flat[:4], "tail": flat[6:].view(2, 2), "transposed": flat.view(2, 5).t(), "again": flat}
-    copies = Copies(CopyMemory())
+    copies = Copies(CopyMemory(), stable={storage_key(flat): "flat"})
     copies.write(tmp_path / "state.pt", state)
     assert sum(each.nbytes() for each in copies.storages) == 40
+    assert len(copies.watch._numbers[flat.data_ptr()]) == 1
     copies.finish()
     found = torch.load(tmp_path / "state.pt")
     assert torch.equal(found["transposed"], flat.view(2, 5).t())
     assert torch.equal(found["tail"], torch.tensor([[6.0, 7.0], [8.0, 9.0]]))
     assert len({found[name].untyped_storage().data_ptr() for name in state}) == 1
+
+
+@pytest.mark.parametrize("offset", [0, 512])
+def test_swapped_view_is_as_before(tmp_path: Path, offset: int) -> None:
+    """A view that is changed while a safetensors file is written, and changed back, is in it as it was before."""
+    flat = torch.randn(1 << 16)
+    view = flat[offset:] if offset else flat.view(256, 256).t()
+    before = view.clone()
+
+    def read(address: int) -> None:
+        copies.watch.compare(address)
+        view.data.neg_()
+
+    file, stable = MemoryFile(tmp_path / "x", is_mapped=False), {storage_key(flat): "flat"}
+    copies = Copies(CopyMemory(), lambda state, _: file.overwrite(state, read), stable=stable, streams=True)
+    copies.write(tmp_path / "x", TensorFile({"view": view}, {}))
+    copies.finish()
+    assert torch.equal(load((tmp_path / "x").read_bytes())["view"], before)
 
 
 def test_copy_memory_is_used_again(tmp_path: Path) -> None:

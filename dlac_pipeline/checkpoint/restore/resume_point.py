@@ -34,6 +34,8 @@ class _AttemptFacts:
     verify_s: float = 0.0
     spike_step: int = 0
     """Step up to which loss spikes are trained through."""
+    copies_at_once: bool = False
+    """True if an attempt of this launch ended because a state changed while it was copied beside training."""
     rehearses_until: int = 0
     """Last step of a rehearsal, which commits nothing. 0 for a launch that trains."""
     failures: int = 0

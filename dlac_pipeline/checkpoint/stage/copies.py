@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dlac_pipeline.checkpoint.stage.streamed_file import TensorFile, WrittenFile, write_state
 from dlac_pipeline.checkpoint.stage.watch import Key, Watch, is_plain, storage_key, whole
-from dlac_pipeline.lakehouse.errors import CheckpointError
+from dlac_pipeline.lakehouse.errors import StateChanged
 from dlac_pipeline.read.device import can_pin_memory
 
 Write = Callable[[Path, Any], None]
@@ -24,10 +24,6 @@ Write = Callable[[Path, Any], None]
 _PLAIN = frozenset({int, float, str})
 Save = Callable[[Any, Path], object]
 """Writes a state to a file, in any thread."""
-
-
-class StateChanged(CheckpointError):
-    """Something other than a step of an optimizer has changed a state while it was copied beside training."""
 
 
 class Direct:
@@ -108,6 +104,8 @@ class Copies:
         self._moment: torch.Event | None = None
         """Moment after which an accelerator may begin with them."""
         self._is_read = threading.Event()
+        self._torn = ""
+        """Name of a tensor that changed before everything was read."""
         self.waited_s = 0.0
         """Seconds for which training waited for them."""
         self._states: list[tuple[Path, Any]] = []
@@ -146,14 +144,21 @@ class Copies:
                 self.watch.compare(storage.data_ptr())
         self._left.clear()
         if not self._reads_originals:
+            self._end_reading()
+
+    def _end_reading(self) -> None:
+        """Let training change everything. The copies are complete, so that later changes do not matter to them."""
+        if not self._is_read.is_set():
+            self._torn = self.watch.changed
             self._is_read.set()
 
-    def wait(self) -> None:
-        """Wait until training may change everything. A change before that is found here."""
+    def wait(self) -> bool:
+        """Wait until training may change everything, and return whether something has changed already."""
         started = time.monotonic()
         self._is_read.wait()
         self.watch.compare(content=False)
         self.waited_s = time.monotonic() - started
+        return bool(self.watch.changed)
 
     def finish(self) -> None:
         """Write the copies, and let the memory be used again.
@@ -165,13 +170,13 @@ class Copies:
             self._save(state, path)
         if self._reads_originals:
             self.watch.compare()
-        self._is_read.set()
+        self._end_reading()
         self._states.clear()
         self._memory.give_back(self.storages)
         self._storages.clear()
-        if self.watch.changed:
+        if self._torn:
             raise StateChanged(
-                f"expected only the optimizer's step to change {self.watch.changed!r} after the request for a batch, found "
+                f"expected only the optimizer's step to change {self._torn!r} after the request for a batch, found "
                 "another change while it was copied: change it between run.step_done and that request, or set "
                 'checkpoint.mode = "synchronous"'
             )
@@ -184,7 +189,7 @@ class Copies:
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
         if isinstance(value, TensorFile):
-            return TensorFile(self._copy_of(value.tensors), value.about)
+            return TensorFile({name: self._written_alone(each) for name, each in value.tensors.items()}, value.about)
         if isinstance(value, dict):
             copied = copy.copy(value)  # keeps its type, and the attributes of a state_dict
             for key, each in value.items():  # `update` of a Counter adds
@@ -195,6 +200,12 @@ class Copies:
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return type(value)(*(self._copy_of(each) for each in value))
         return value if type(value) in _PLAIN else copy.deepcopy(value)
+
+    def _written_alone(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy a tensor of a file that has no storages. Only from the begin of its storage on is it found that it was read."""
+        is_copied = not self._streams or tensor.device.type != "cpu"
+        is_known = is_copied or (tensor.is_contiguous() and tensor.storage_offset() == 0)
+        return self._tensor(tensor) if is_known else tensor.detach().clone()
 
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy a tensor into host memory. One that consists of others, such as a DTensor, is composed of copies of these."""

@@ -16,26 +16,29 @@ class Watch:
     """Versions of tensors, and a number of each page of their storages: a write to `parameter.data` makes no version."""
 
     def __init__(self) -> None:
-        self._seen: defaultdict[int, list[tuple[str, torch.Tensor, int, torch.Tensor, torch.Tensor]]] = defaultdict(
-            list
-        )
-        """Address -> tensors in this storage with their names, versions, and the numbers in their storage and as they were."""
+        self._seen: defaultdict[int, list[tuple[str, torch.Tensor, int]]] = defaultdict(list)
+        """Address -> tensors in this storage with their names and versions."""
+        self._numbers: defaultdict[int, dict[int, tuple[str, torch.Tensor, torch.Tensor]]] = defaultdict(dict)
+        """Address -> bytes -> name of a tensor in this storage, and the numbers in the storage and as they were."""
         self.changed = ""
         """Name of the first tensor that was found changed."""
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Watch a plain tensor."""
         address, size = storage_key(tensor)
-        dtype = torch.uint8 if address % 4 or size % 4 else torch.int32  # NaN is equal to itself then
-        numbers = whole(tensor.untyped_storage(), dtype)[:: _PAGE_BYTES // dtype.itemsize]
-        self._seen[address].append((name, tensor, tensor._version, numbers, numbers.clone()))
+        self._seen[address].append((name, tensor, tensor._version))
+        if size not in self._numbers[address]:
+            dtype = torch.uint8 if address % 4 or size % 4 else torch.int32  # NaN is equal to itself then
+            numbers = whole(tensor.untyped_storage(), dtype)[:: _PAGE_BYTES // dtype.itemsize]
+            self._numbers[address][size] = name, numbers, numbers.clone()
 
     def compare(self, *addresses: int, content: bool = True) -> None:
         """Compare the tensors in storages, by default in all, with their former versions and `content`."""
         for address in addresses or self._seen:
-            for name, tensor, version, numbers, former in self._seen.get(address, ()):
-                if tensor._version != version or (content and not torch.equal(numbers, former)):
-                    self.changed = self.changed or name
+            changed = [name for name, tensor, version in self._seen.get(address, ()) if tensor._version != version]
+            pages = self._numbers.get(address, {}).values() if content else ()
+            changed += [name for name, numbers, former in pages if not torch.equal(numbers, former)]
+            self.changed = next(filter(None, (self.changed, *changed)), "")
 
 
 def whole(storage: torch.UntypedStorage, dtype: torch.dtype = torch.uint8) -> torch.Tensor:

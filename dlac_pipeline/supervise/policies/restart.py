@@ -45,6 +45,8 @@ class RestartPolicy:
         self._fruitless = self._failed = 0
         self.spike_step = 0
         """Step of the last loss spike for which rows were left out. Spikes up to it are trained through."""
+        self.copies_at_once = False
+        """True once a state has changed while it was copied beside training: later attempts copy at once."""
         context = RestartContext(spec=spec, plans=plans, publish=publish, retry=self._retry, give_up=self._give_up)
         self._policies = load_policies(context)
 
@@ -72,6 +74,7 @@ class RestartPolicy:
             self._raise_if_final(failure)
             return ()
         self._fruitless = 0 if attempt.committed else self._fruitless + 1
+        self.copies_at_once |= failure.kind == errors.StateChanged.__name__
         if not failure.policy and failure.kind in {each.__name__ for each in _GIVEN_UP}:
             self._recorder.give_up(failure, attempt.number, self._publish)
         if not (attempt.others and (failure.kind == errors.Preempted.__name__ or self._stops.leaving.is_set())):
@@ -127,7 +130,8 @@ class RestartPolicy:
     def _raise_if_final(self, failure: Failure) -> None:
         """Raise the error of a rank if another attempt would meet it again, or if a stop was requested."""
         kind = errors.error_class(failure.kind)
-        if kind is not None and issubclass(kind, _TERMINAL) and not failure.policy:
+        is_curable = failure.policy or kind is errors.StateChanged
+        if kind is not None and issubclass(kind, _TERMINAL) and not is_curable:
             raise kind(failure.message)
         if self._stops.stop.is_set():
             stuck = "the ranks were asked to leave and did not"

@@ -24,6 +24,8 @@ class ResumeOptions:
     """Row groups to leave out from this launch on."""
     spike_step: int = 0
     """Step up to which loss spikes are trained through, because rows were left out for them."""
+    copies_at_once: bool = False
+    """True to copy no state beside training."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -68,7 +68,8 @@ def start_attempt(
     if spec.launch.on_skipped == "replay":
         rows = ledger.rows(spec.run, kinds=HEAD_KINDS)
         point = replace(point, skipped=skipped_in(leg, ledger, rows, point.checkpoint_id))
-    return replace(point, spike_step=request.options.spike_step, claim_s=claimed_at - began, verify_s=verify_s)
+    point = replace(point, spike_step=request.options.spike_step, copies_at_once=request.options.copies_at_once)
+    return replace(point, claim_s=claimed_at - began, verify_s=verify_s)
 
 
 def _from_checkpoint(
