@@ -1,14 +1,14 @@
 """The door of ways of healing: replica groups, and the way of another author that a folder brings, keep one contract."""
 
-from __future__ import annotations
-
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from dlac_pipeline.elastic.rank_assignment import Share
+from dlac_pipeline.elastic.ranks.processes import Processes
 from dlac_pipeline.elastic.ranks.this_process import GROUP_VARIABLE
 from dlac_pipeline.extensions.replicas.lighthouse import Lighthouse
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
@@ -17,11 +17,6 @@ from dlac_pipeline.supervise.ranks.healing import Healing, healing_of
 from dlac_pipeline.supervise.ranks.rank_starter import RankStart, RankStarter
 from tests.conftest import PROGRAMS
 from tests.installed import install_distribution
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from dlac_pipeline.elastic.ranks.processes import Processes
 
 RANKS = 3
 _NO_PROCESS = 2**31 - 1

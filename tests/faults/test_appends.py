@@ -1,19 +1,15 @@
 """A run that follows a table which grows and is compacted, by two processes. One is killed."""
 
-from __future__ import annotations
-
 import os
 import signal
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from dlac_pipeline.audit.audit import audit_run
+from tests.conftest import Arena
 from tests.integration.test_legs import append, rewrite
-
-if TYPE_CHECKING:
-    from tests.conftest import Arena
 
 
 @pytest.mark.slow

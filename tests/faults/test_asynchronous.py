@@ -1,15 +1,11 @@
 """Checkpoints committed in the background, slower than training."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
+from tests.conftest import Arena
 from tests.faults.undisturbed import check_finished
-
-if TYPE_CHECKING:
-    from tests.conftest import Arena
 
 
 @pytest.mark.soak

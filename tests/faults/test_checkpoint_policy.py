@@ -1,16 +1,12 @@
 """Checkpoints by the clock: all ranks save them at the same step, and nothing else changes."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from dlac_pipeline.audit.audit import audit_run
+from tests.conftest import Arena
 from tests.faults.undisturbed import check_pass
-
-if TYPE_CHECKING:
-    from tests.conftest import Arena
 
 
 @pytest.mark.soak

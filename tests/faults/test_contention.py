@@ -1,7 +1,5 @@
 """Several processes at one ledger at the worst moments. The rows show whether the invariants hold."""
 
-from __future__ import annotations
-
 import json
 import signal
 import sqlite3
@@ -11,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import pytest
@@ -26,12 +24,9 @@ from dlac_pipeline.lakehouse.ledger.commits import Attempt, claim, commit_checkp
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import fence_of_rows
 from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow, CheckpointRow, LedgerRow
-from tests.conftest import wait_until
+from tests.conftest import Arena, wait_until
 from tests.forked import Forked
 from tests.postgres_server import needs_postgres, postgres
-
-if TYPE_CHECKING:
-    from tests.conftest import Arena
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "ledger_process.py"
 Start = Callable[..., "Process"]

@@ -1,10 +1,7 @@
 """Several processes of one data coordinate: they read the same share, and the ledger has its rows once."""
 
-from __future__ import annotations
-
 import os
 import signal
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -16,9 +13,7 @@ from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow, ClaimRow
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
 from dlac_pipeline.spec.launch_spec import READER_VARIABLE
 from dlac_pipeline.supervise.claims import ranks_of_attempt
-
-if TYPE_CHECKING:
-    from tests.conftest import Arena
+from tests.conftest import Arena
 
 
 @pytest.fixture(scope="module")

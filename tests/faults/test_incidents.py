@@ -1,18 +1,13 @@
 """Real failures in `recoveries` and `dlac incidents`: their phases, replayed rows, and outcomes."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING
 
 import pytest
 
 from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
 from dlac_pipeline.lakehouse.ledger.typed_rows import ClaimRow
+from tests.conftest import Arena
 from tests.integration.test_cli import dlac
-
-if TYPE_CHECKING:
-    from tests.conftest import Arena
 
 
 @pytest.mark.soak

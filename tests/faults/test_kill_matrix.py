@@ -1,17 +1,11 @@
 """A kill in any phase of a checkpoint, with any engine, in both modes: the head is old or new, and never torn."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import pytest
 
 from dlac_pipeline.checkpoint.store import tiers_of
 from dlac_pipeline.extensions.kept_checkpoints.listing import verify_checkpoints
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
-
-if TYPE_CHECKING:
-    from tests.conftest import Arena
+from tests.conftest import Arena
 
 ENGINES = ["zero0", "zero1", "zero2", "zero3", "dcp"]
 PHASES = ["copy", "write", "sync", "vote", "manifest", "before-commit", "after-commit"]

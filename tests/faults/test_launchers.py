@@ -1,7 +1,5 @@
 """Runs under torchrun and the `deepspeed` launcher, without a supervisor: ranks exit in time, and torchrun relaunches them."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -11,7 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import pytest
@@ -21,12 +19,9 @@ from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.extensions.look.run_state import run_status
 from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, FinishRow
-from tests.conftest import PROGRAMS, wait_until
+from tests.conftest import PROGRAMS, Arena, wait_until
 from tests.faults.test_preemption import check_gone, metadata_server
 from tests.ports import own_port
-
-if TYPE_CHECKING:
-    from tests.conftest import Arena
 
 BIN = Path(sys.executable).parent
 SCRIPTS = {"torchrun": "train_tiny.py", "deepspeed": "train_deepspeed.py"}

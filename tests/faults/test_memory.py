@@ -1,13 +1,11 @@
 """A relaunch on the same node resumes from memory: it replays at most two batches, and reads no file of a checkpoint."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -21,11 +19,8 @@ from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow, Q
 from dlac_pipeline.memory_states.memory_file import MemoryFile
 from dlac_pipeline.memory_states.states import memory_folder, read_states
 from dlac_pipeline.spec.job_spec import JobSpec
-from tests.conftest import wait_until
+from tests.conftest import Arena, wait_until
 from tests.launches import Launch
-
-if TYPE_CHECKING:
-    from tests.conftest import Arena
 
 _BATCH = 32
 _STEPS = 60

@@ -3,14 +3,12 @@
 All nodes are processes on this node. Each has a separate folder in shared memory, which is removed with the node.
 """
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -18,12 +16,9 @@ from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow
 from dlac_pipeline.memory_states.states import copied_step, memory_folder, read_states
 from dlac_pipeline.spec.job_spec import JobSpec
-from tests.conftest import wait_until
+from tests.conftest import Arena, Launch, wait_until
 from tests.launched_nodes import leader_of
 from tests.ports import own_port
-
-if TYPE_CHECKING:
-    from tests.conftest import Arena, Launch
 
 
 @dataclass

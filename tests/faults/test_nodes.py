@@ -3,14 +3,11 @@
 All nodes are processes on this node, with one catalog. tests/faults/test_network_cuts.py gives each a network.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal
 import subprocess
 import sys
-from typing import TYPE_CHECKING
 
 import pytest
 import yaml
@@ -18,12 +15,9 @@ import yaml
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
 from dlac_pipeline.lakehouse.ledger.typed_rows import ClaimRow
-from tests.conftest import PROGRAMS, wait_until
+from dlac_pipeline.spec.job_spec import JobSpec
+from tests.conftest import PROGRAMS, Arena, wait_until
 from tests.launched_nodes import check_exact, job, leader_of, train_together, wait_for_checkpoint, wait_for_spare
-
-if TYPE_CHECKING:
-    from dlac_pipeline.spec.job_spec import JobSpec
-    from tests.conftest import Arena
 
 STEPS = 63
 """Rows of one pass."""

@@ -3,14 +3,11 @@
 The run ends by name within seconds, and loses nothing.
 """
 
-from __future__ import annotations
-
 import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -18,10 +15,8 @@ from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import LedgerOlderThanStore
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+from tests.conftest import Arena
 from tests.integration.test_older_ledger import check_refused, files_of, restore_catalog
-
-if TYPE_CHECKING:
-    from tests.conftest import Arena
 
 _HALF_A_COMMIT = """
 import os, signal, sqlite3, sys

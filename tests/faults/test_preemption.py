@@ -1,7 +1,5 @@
 """A preempted run saves an emergency checkpoint if there is time, and always ends by its deadline."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
@@ -9,17 +7,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import pytest
 
 from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
-from tests.conftest import wait_until
+from tests.conftest import Arena, Launch, wait_until
 from tests.faults.undisturbed import check_rows_of_a_pass
-
-if TYPE_CHECKING:
-    from tests.conftest import Arena, Launch
 
 TRAINING: dict[str, Any] = {"passes": 1, "pause_s": 0.1}
 

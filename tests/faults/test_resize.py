@@ -1,17 +1,13 @@
-from __future__ import annotations
-
 import itertools
 import os
 import signal
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.lakehouse.errors import NoProgress
-
-if TYPE_CHECKING:
-    from tests.conftest import Arena
+from tests.conftest import Arena
 
 
 @pytest.mark.soak

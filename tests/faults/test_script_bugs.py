@@ -1,17 +1,13 @@
 """Scripts with bugs: a run ends after two equal exceptions at one place, and no innocent row is left out."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
 from dlac_pipeline.lakehouse.ledger.typed_rows import FinishRow, QuarantinedCheckpointRow
-
-if TYPE_CHECKING:
-    from tests.conftest import Arena
+from tests.conftest import Arena
 
 SCRIPT_FAILED = 89
 

@@ -1,17 +1,11 @@
-from __future__ import annotations
-
 import os
 import signal
-from typing import TYPE_CHECKING
 
 import psutil
 import pytest
 
 from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
-
-if TYPE_CHECKING:
-    from tests.conftest import Arena, Launch
-
+from tests.conftest import Arena, Launch
 
 STEPS = 40
 """Of a run whose launches are stopped: enough for several checkpoints."""

@@ -1,27 +1,21 @@
 """An unmodified torchrun on several nodes, with DLAC's rounds as its rendezvous. Nodes are lost and join, and no row is lost."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 import pytest
 import yaml
 
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
-from tests.conftest import PROGRAMS, wait_until
+from dlac_pipeline.spec.job_spec import JobSpec
+from tests.conftest import PROGRAMS, Arena, wait_until
 from tests.launched_nodes import check_exact, job, wait_for_checkpoint
 from tests.ports import own_port
-
-if TYPE_CHECKING:
-    from dlac_pipeline.spec.job_spec import JobSpec
-    from tests.conftest import Arena
 
 TORCHRUN = Path(sys.executable).with_name("torchrun")
 StartAgent = Callable[["JobSpec"], subprocess.Popen[bytes]]

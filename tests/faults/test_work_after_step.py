@@ -1,14 +1,11 @@
 """Work after `run.step_done` is part of the step: a restart has it, from a checkpoint and from memory."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-if TYPE_CHECKING:
-    from tests.conftest import Arena
+from tests.conftest import Arena
 
 
 def entries(arena: Arena, run: str) -> dict[int, dict[str, Any]]:

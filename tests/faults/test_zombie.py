@@ -1,16 +1,12 @@
-from __future__ import annotations
-
 import signal
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import pytest
 
 from dlac_pipeline.lakehouse.ledger.typed_rows import FinishRow, LedgerRow, RetireRow
+from tests.conftest import Arena, Launch
 from tests.faults.undisturbed import STEPS, check_rows_of_a_pass
-
-if TYPE_CHECKING:
-    from tests.conftest import Arena, Launch
 
 
 def freeze(launch: Launch) -> list[psutil.Process]:

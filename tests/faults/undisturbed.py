@@ -1,13 +1,7 @@
 """Runs that were disturbed, compared with the campaign's undisturbed run "reference": two ranks, 63 steps in a pass."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
-
-if TYPE_CHECKING:
-    from tests.conftest import Arena, Launch
+from tests.conftest import Arena, Launch
 
 STEPS = [10, 20, 30, 40, 50, 60, 63]
 """Steps of the checkpoints of a pass."""

@@ -1,11 +1,9 @@
 """Reads and a second upkeep beside an upkeep: the files that they have just looked up are deleted, and they look again."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from pyiceberg.table import Table
@@ -24,9 +22,7 @@ from dlac_pipeline.lakehouse.ledger.plans import find_plan
 from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow, CheckpointRow, ExportRow, LedgerRow, LegRow
 from dlac_pipeline.plan.plan import Plan
 from dlac_pipeline.plan.planner import make_plan
-
-if TYPE_CHECKING:
-    from tests.conftest import Arena
+from tests.conftest import Arena
 
 RUN = "r1"
 KEPT = ("plans", "work_units", "consumption")

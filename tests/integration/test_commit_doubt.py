@@ -1,7 +1,5 @@
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from pyiceberg.catalog.sql import SqlCatalog
@@ -17,10 +15,8 @@ from dlac_pipeline.lakehouse.ledger.ledger import Append, Ledger, RunState
 from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of, write_recovery
 from dlac_pipeline.lakehouse.ledger.run_rows import Fence
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, LegRow
+from tests.conftest import Arena
 from tests.small_records import small_recovery
-
-if TYPE_CHECKING:
-    from tests.conftest import Arena
 
 RUN = "r1"
 Commit = Callable[..., CommitTableResponse]

@@ -1,7 +1,5 @@
 """A launch is refused for a launch on another node, which is known by signs of life only."""
 
-from __future__ import annotations
-
 import socket
 import threading
 import time
@@ -10,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -26,9 +24,7 @@ from dlac_pipeline.supervise.liveness.run_lock import run_lock
 from dlac_pipeline.supervise.start.request import ClaimRequest
 from dlac_pipeline.supervise.start.start_attempt import start_attempt
 from dlac_pipeline.supervise.supervisor import Supervisor
-
-if TYPE_CHECKING:
-    from tests.conftest import Arena
+from tests.conftest import Arena
 
 
 @pytest.fixture

@@ -1,25 +1,19 @@
 """How a launcher under an orchestrator looks whether its run has been taken over."""
 
-from __future__ import annotations
-
 import os
 import threading
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
 
 import pytest
 
+from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import CatalogUnreachable
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.lakehouse.ledger.commits import claim
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger, RunState
 from dlac_pipeline.launchers import serve
 from dlac_pipeline.spec.launch_request import Request
-from tests.conftest import wait_until
-
-if TYPE_CHECKING:
-    from dlac_pipeline.lakehouse.config import LakehouseConfig
-    from tests.conftest import Arena
+from tests.conftest import Arena, wait_until
 
 RUN = "r1"
 

@@ -1,7 +1,4 @@
-from __future__ import annotations
-
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,11 +13,9 @@ from dlac_pipeline.lakehouse.errors import DataFileUnreadable, UnsupportedDelete
 from dlac_pipeline.lakehouse.iceberg.row_groups import row_groups_of
 from dlac_pipeline.plan.planner import make_plan
 from dlac_pipeline.spec.job_spec import SourceSpec
+from tests.conftest import Arena
 from tests.integration.iceberg_oracle import live_positions, oracle
 from tests.integration.iceberg_writer import HandTable
-
-if TYPE_CHECKING:
-    from tests.conftest import Arena
 
 SCHEMA = Schema(NestedField(1, "id", LongType(), required=False), NestedField(2, "lang", StringType(), required=False))
 BY_LANG = PartitionSpec(PartitionField(2, 1000, IdentityTransform(), "lang"), spec_id=0)

@@ -1,12 +1,9 @@
 """The ledger survives its table: the journal of its appends, and the rebuild after each loss."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -30,14 +27,12 @@ from dlac_pipeline.lakehouse.ledger import journal as journals
 from dlac_pipeline.lakehouse.ledger.journal import Journal
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
+from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.liveness.run_lock import run_lock
 from tests.conftest import Arena, wait_until
 from tests.integration.test_older_ledger import files_of, reconnect, restore_catalog
 from tests.seaweedfs import needs_seaweedfs
 from tests.served_lakehouses import KINDS, served_lakehouse
-
-if TYPE_CHECKING:
-    from dlac_pipeline.spec.job_spec import JobSpec
 
 TABLES = ("consumption", "plans", "recoveries", "slices", "work_units")
 SET_BY_COMMIT = {"committed_at", "checkpoint", "reason"}

@@ -1,7 +1,4 @@
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -28,9 +25,7 @@ from dlac_pipeline.lakehouse.ledger.typed_rows import (
     NameRow,
     QuarantinedCheckpointRow,
 )
-
-if TYPE_CHECKING:
-    from tests.conftest import Arena
+from tests.conftest import Arena
 
 RUN = "r1"
 

@@ -1,9 +1,7 @@
-from __future__ import annotations
-
 import os
 from collections import Counter
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -23,10 +21,7 @@ from dlac_pipeline.plan.planner import make_plan
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.start.request import ClaimRequest
 from dlac_pipeline.supervise.start.start_attempt import start_attempt
-from tests.conftest import source_rows
-
-if TYPE_CHECKING:
-    from tests.conftest import Arena, Steps
+from tests.conftest import Arena, Steps, source_rows
 
 SMALL: dict[str, Any] = {"world_size": 1, "batch_size": 16, "key_groups": 4, "every_steps": 3, "passes": 1}
 FOLLOWING: dict[str, Any] = {**SMALL, "follow": "appends"}

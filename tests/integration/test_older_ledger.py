@@ -1,13 +1,11 @@
 """A ledger that is older than its checkpoint store: refused by name wherever it is met, and nothing is deleted."""
 
-from __future__ import annotations
-
 import shutil
 import sqlite3
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import pytest
 import torch
@@ -23,10 +21,8 @@ from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.lakehouse.ledger import older_ledger
 from dlac_pipeline.lakehouse.ledger.journal import Journal
 from dlac_pipeline.lakehouse.ledger.older_ledger import check_journal
+from dlac_pipeline.spec.job_spec import JobSpec
 from tests.conftest import Arena, wait_until
-
-if TYPE_CHECKING:
-    from dlac_pipeline.spec.job_spec import JobSpec
 
 
 def files_of(arena: Arena) -> set[Path]:

@@ -1,7 +1,4 @@
-from __future__ import annotations
-
 from contextlib import closing
-from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -17,9 +14,7 @@ from dlac_pipeline.read import streams
 from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.read.opening.open_leg import open_leg
 from dlac_pipeline.spec.job_spec import OrderSpec, SourceSpec
-
-if TYPE_CHECKING:
-    from tests.conftest import Arena
+from tests.conftest import Arena
 
 ORDER = OrderSpec(batch_size=24, key_groups=6, block_slices=2, seed=11, passes=2)
 

@@ -1,9 +1,7 @@
-from __future__ import annotations
-
 import threading
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -24,10 +22,8 @@ from dlac_pipeline.supervise.attempt_monitor import AttemptMonitor
 from dlac_pipeline.supervise.failure import planned_end
 from dlac_pipeline.supervise.liveness.heartbeat import Phase, RankHeartbeat
 from dlac_pipeline.supervise.recovery_recorder import BackgroundRecorder
+from tests.conftest import Arena
 from tests.small_records import small_recovery
-
-if TYPE_CHECKING:
-    from tests.conftest import Arena
 
 
 def recovery(run: str, *, seq: int) -> Recovery:

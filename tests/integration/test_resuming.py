@@ -1,11 +1,9 @@
-from __future__ import annotations
-
 import json
 import shutil
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -33,10 +31,7 @@ from dlac_pipeline.plan.planner import make_plan
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.start.request import ClaimRequest, ResumeOptions
 from dlac_pipeline.supervise.start.start_attempt import start_attempt
-from tests.conftest import source_rows
-
-if TYPE_CHECKING:
-    from tests.conftest import Arena
+from tests.conftest import Arena, source_rows
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """Keys of rows: by which columns, for which files, once, sorted, and what prevents them."""
 
-from __future__ import annotations
-
 import datetime as dt
 import math
 import sys
@@ -9,7 +7,7 @@ import uuid
 from collections.abc import Sequence
 from decimal import Decimal
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -25,12 +23,10 @@ from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.plan import row_keys
 from dlac_pipeline.plan.planner import make_plan
 from dlac_pipeline.spec.job_spec import SourceSpec
+from tests.conftest import Arena
 from tests.extensions.history.test_history_row_ids import RewrittenTable
+from tests.fixtures import Command
 from tests.forked import Forked
-
-if TYPE_CHECKING:
-    from tests.conftest import Arena
-    from tests.fixtures import Command
 
 _KILLED = """
 import os, signal, sys

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import fcntl
 import json
 import os
@@ -8,7 +6,7 @@ import sqlite3
 import threading
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +14,7 @@ from tenacity import RetryCallState
 
 from dlac_pipeline import TorchState
 from dlac_pipeline.checkpoint.restore.resume_point import FromMemory, ResumePoint
+from dlac_pipeline.checkpoint.stage.copies import Write
 from dlac_pipeline.checkpoint.store import MANIFEST, folder_of
 from dlac_pipeline.extensions.branches.rewind import rewind_run
 from dlac_pipeline.extensions.replicas.group_locks import name_holder, share_run_lock
@@ -29,6 +28,7 @@ from dlac_pipeline.lakehouse.errors import (
     SteppedAside,
     StoreUnavailable,
 )
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.commits import claim
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import ClaimRow
@@ -38,11 +38,7 @@ from dlac_pipeline.supervise.liveness.run_lock import run_lock
 from dlac_pipeline.supervise.start.request import ClaimRequest
 from dlac_pipeline.supervise.start.start_attempt import start_attempt
 from dlac_pipeline.supervise.supervisor import Outcome, Supervisor
-
-if TYPE_CHECKING:
-    from dlac_pipeline.checkpoint.stage.copies import Write
-    from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
-    from tests.conftest import Arena
+from tests.conftest import Arena
 
 
 @pytest.fixture

@@ -1,8 +1,6 @@
-from __future__ import annotations
-
 from collections.abc import Iterable
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -15,12 +13,10 @@ from dlac_pipeline.plan.planner import make_plan
 from dlac_pipeline.plan.slots import DataCoordinate
 from dlac_pipeline.read import layout
 from dlac_pipeline.read import reader as reading
+from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.read.opening.open_leg import open_leg
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
-
-if TYPE_CHECKING:
-    from dlac_pipeline.read.batch import Batch
-    from tests.conftest import Arena
+from tests.conftest import Arena
 
 
 def rows_of(random: np.random.Generator, first: int, count: int) -> pa.Table:

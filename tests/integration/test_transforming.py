@@ -1,17 +1,13 @@
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.lakehouse.errors import ResumeMismatch, UnsupportedColumn
 from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow
-
-if TYPE_CHECKING:
-    from tests.conftest import Arena
+from tests.conftest import Arena
 
 SMALL: dict[str, Any] = {"world_size": 1, "batch_size": 16, "key_groups": 4, "every_steps": 3, "passes": 2}
 TRANSFORM = '''

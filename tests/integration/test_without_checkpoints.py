@@ -1,9 +1,5 @@
 """Commands report an outcome, not an error, for runs that exist and have no checkpoint."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import pytest
 
 from dlac_pipeline.dagster.assets.checks import verify_head
@@ -12,9 +8,7 @@ from dlac_pipeline.lakehouse.errors import NoRestorableCheckpoint
 from dlac_pipeline.lakehouse.ledger.commits import Attempt, claim, quarantine
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
-
-if TYPE_CHECKING:
-    from tests.conftest import Arena
+from tests.conftest import Arena
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries warn of each other
 

@@ -1,10 +1,7 @@
 """Attempts that commit nothing are counted, whatever ends those between them on purpose."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -23,9 +20,7 @@ from dlac_pipeline.supervise.ranks.rank_starter import RankStarter
 from dlac_pipeline.supervise.ranks.run_events import RunEvents
 from dlac_pipeline.supervise.start.request import ResumeOptions
 from dlac_pipeline.supervise.supervision import Supervision
-
-if TYPE_CHECKING:
-    from tests.conftest import Arena
+from tests.conftest import Arena
 
 
 def failed_attempts(arena: Arena, count: int) -> tuple[RestartPolicy, list[SupervisedAttempt]]:

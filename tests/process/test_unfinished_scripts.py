@@ -1,18 +1,12 @@
 """A script that ends before its run: after a checkpoint if it ends between two steps, otherwise as a failure."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import pytest
 
 from dlac_pipeline.lakehouse.errors import LeftUnfinished, ScriptInvalid
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.supervisor import Supervisor
-
-if TYPE_CHECKING:
-    from tests.conftest import Arena
+from tests.conftest import Arena
 
 SCRIPT = """
 import sys

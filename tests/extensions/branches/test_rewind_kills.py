@@ -1,18 +1,13 @@
 """Kills after a rewind, in its first steps and in its first commit, while a zombie of the old branch exists."""
 
-from __future__ import annotations
-
 import signal
-from typing import TYPE_CHECKING
 
 import pytest
 
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.extensions.branches.rewind import rewind_run
+from tests.conftest import Arena
 from tests.faults.test_zombie import check_refused, freeze
-
-if TYPE_CHECKING:
-    from tests.conftest import Arena
 
 
 def recorded(arena: Arena, run: str, head: str | None = None) -> list[int]:

@@ -1,7 +1,5 @@
 """Fault injection as a command: `dlac chaos` strikes a run of a job, and audits it."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -10,7 +8,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import pytest
@@ -19,12 +17,9 @@ import yaml
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.lakehouse.errors import ScriptFailed, TrainingFailed
 from dlac_pipeline.lakehouse.ledger.typed_rows import QuarantinedCheckpointRow
-from tests.conftest import wait_until
+from tests.conftest import Arena, wait_until
 from tests.forked import Forked
-
-if TYPE_CHECKING:
-    from tests.conftest import Arena
-    from tests.object_store import ObjectStore
+from tests.object_store import ObjectStore
 
 CHAOS = [sys.executable, "-m", "dlac_pipeline.cli.main", "chaos"]
 NODES = {"nodes": "2", "nproc_per_node": 1, "rendezvous": "node-1:29400", "memory": "/dev/shm"}

@@ -1,12 +1,10 @@
 """Runs as Kubernetes jobs: the official client uses a small API server, which runs each pod as a local process."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -16,11 +14,8 @@ from dlac_pipeline.lakehouse.errors import ClusterRefused
 from dlac_pipeline.spec.job_spec import parse_spec
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.supervisor import Outcome
-from tests.conftest import Steps, wait_until
+from tests.conftest import Arena, Steps, wait_until
 from tests.extensions.clusters.kubernetes_api import Cluster, kubernetes_api, use_configuration
-
-if TYPE_CHECKING:
-    from tests.conftest import Arena
 
 Events = list[dict[str, Any]]
 

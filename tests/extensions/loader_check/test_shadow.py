@@ -1,7 +1,5 @@
 """`Shadow` in the ranks of a foreign loop that is killed and restarted, and what `dlac shadow` reports of it."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -9,19 +7,16 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from dlac_pipeline.extensions.loader_check import Shadow
 from dlac_pipeline.extensions.loader_check.shadow.compare import ShadowReport, compare_shadow
 from dlac_pipeline.lakehouse.errors import BadInput
-from tests.conftest import PROGRAMS, source_rows
+from tests.conftest import PROGRAMS, Arena, source_rows
+from tests.fixtures import Command
 from tests.forked import Forked
-
-if TYPE_CHECKING:
-    from tests.conftest import Arena
-    from tests.fixtures import Command
 
 SAVED, DIED = 43, 47
 

@@ -1,27 +1,21 @@
 """What commands show of real runs: for programs, while a run starts, and when what is asked for is missing."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import subprocess
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from dlac_pipeline.extensions.branches.appends import commit_rewind
 from dlac_pipeline.extensions.exchange.fork import fork_run
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from tests.conftest import wait_until
+from tests.conftest import Arena, wait_until
+from tests.fixtures import Command
 from tests.forked import Forked
 from tests.integration.test_cli import DLAC
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.conftest import Arena
-    from tests.fixtures import Command
 
 LONG = "team-nlp.llama-continual-pretraining-2026-11-23-with-a-very-long-name"
 

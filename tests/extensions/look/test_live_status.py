@@ -1,10 +1,8 @@
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -18,9 +16,7 @@ from dlac_pipeline.supervise.liveness.heartbeat import HeartbeatFile, Phase, Spe
 from dlac_pipeline.supervise.liveness.run_lock import run_lock
 from dlac_pipeline.supervise.start.request import ClaimRequest
 from dlac_pipeline.supervise.start.start_attempt import start_attempt
-
-if TYPE_CHECKING:
-    from tests.conftest import Arena
+from tests.conftest import Arena
 
 SAME = ("run", "state", "step", "loss", "consumed_share", "at_risk_steps", "attempt", "attempts_without_progress")
 

@@ -1,16 +1,12 @@
 """Rows that kill the rank that has them in hand are left out after a set number of deaths, and reported."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.lakehouse.ledger.typed_rows import QuarantinedRowsRow
-
-if TYPE_CHECKING:
-    from tests.conftest import Arena
+from tests.conftest import Arena
 
 DEADLY = 123
 

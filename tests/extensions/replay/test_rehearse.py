@@ -1,14 +1,12 @@
 """Rehearsals of runs that real ranks trained: identical, different or impossible. They do not change the run."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import dagster as dg
 import pytest
@@ -22,11 +20,8 @@ from dlac_pipeline.lakehouse.errors import CheckpointDamaged
 from dlac_pipeline.lakehouse.ledger.run_rows import claim_of
 from dlac_pipeline.supervise.claims import spec_of_attempt
 from jobs.definitions import defs
-from tests.conftest import wait_until
+from tests.conftest import Arena, wait_until
 from tests.integration.test_cli import dlac
-
-if TYPE_CHECKING:
-    from tests.conftest import Arena
 
 Seen = tuple[object, dict[str, tuple[int, int]], set[str]]
 

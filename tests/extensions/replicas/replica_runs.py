@@ -1,14 +1,11 @@
 """Runs with replica groups in tests: their start, and the journals of their ranks."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from tests.conftest import Arena, Launch, Steps
+from tests.conftest import Arena, Launch, Steps
 
 STEPS = 60
 

@@ -1,12 +1,11 @@
 """Replica groups that find each other without a supervisor, in one process, where each opening of a file locks separately."""
 
-from __future__ import annotations
-
 import json
 import os
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -21,11 +20,7 @@ from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.supervise.liveness.heartbeat import HeartbeatFile, Phase
 from dlac_pipeline.supervise.liveness.run_lock import run_lock
 from dlac_pipeline.supervise.ranks.rank_events import EventWriter
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from tests.conftest import Arena
+from tests.conftest import Arena
 
 RUN = "r"
 _RESTARTS = "TORCHELASTIC_RESTART_COUNT"

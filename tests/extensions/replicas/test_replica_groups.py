@@ -1,11 +1,11 @@
 """Replica groups in one process: managers that stand for torchft's, and the state that peers send."""
 
-from __future__ import annotations
-
 import os
 import threading
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
@@ -37,10 +37,6 @@ from dlac_pipeline.track.tracker import ReaderStateTracker
 from dlac_pipeline.train.checkpoint_policy import CheckpointPolicy
 from dlac_pipeline.train.open_attempt import OpenAttempt
 from tests.memory_states import fresh_start
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 pytestmark = pytest.mark.usefixtures("only_this_process")
 

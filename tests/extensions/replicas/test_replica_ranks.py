@@ -1,11 +1,10 @@
 """Replica groups as the supervisor sees them: dead, hung and ended ones, without processes."""
 
-from __future__ import annotations
-
 import json
 from contextlib import closing
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -15,9 +14,6 @@ from dlac_pipeline.lakehouse.errors import TrainingFailed
 from dlac_pipeline.spec.launch_spec import LaunchSpec
 from dlac_pipeline.supervise.failure import HangDetector
 from dlac_pipeline.supervise.liveness.heartbeat import HeartbeatFile, Phase, Spent, read_heartbeat
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.usefixtures("only_this_process")
 

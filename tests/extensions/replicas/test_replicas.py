@@ -1,11 +1,9 @@
-from __future__ import annotations
-
 import itertools
 import os
 import signal
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -16,11 +14,9 @@ from dlac_pipeline.extensions.replay.step_rows import StepRows
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
 from dlac_pipeline.lakehouse.ledger.typed_rows import ClaimRow, MembershipRow
+from tests.conftest import Arena
 from tests.extensions.replicas.replica_runs import STEPS, Trained, launch_groups, train
 from tests.integration.test_cli import dlac
-
-if TYPE_CHECKING:
-    from tests.conftest import Arena
 
 pytest.importorskip("torchft")
 

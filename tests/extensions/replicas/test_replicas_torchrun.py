@@ -1,7 +1,5 @@
 """Replica groups without a supervisor: a separate torchrun starts each group, as torchft's examples do."""
 
-from __future__ import annotations
-
 import os
 import random
 import re
@@ -12,7 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import pytest
@@ -22,11 +20,8 @@ from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.extensions.replicas.rank import is_held, read_lighthouse
 from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
 from dlac_pipeline.lakehouse.ledger.typed_rows import ClaimRow, MembershipRow
-from tests.conftest import PROGRAMS, wait_until
+from tests.conftest import PROGRAMS, Arena, Steps, wait_until
 from tests.extensions.replicas.replica_runs import STEPS, Journals, entries_of
-
-if TYPE_CHECKING:
-    from tests.conftest import Arena, Steps
 
 pytest.importorskip("torchft")
 

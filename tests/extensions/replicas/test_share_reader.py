@@ -1,8 +1,5 @@
-from __future__ import annotations
-
 import random
 from contextlib import ExitStack, closing
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -16,9 +13,7 @@ from dlac_pipeline.plan.slots import DataCoordinate
 from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.read.opening.open_leg import OpenLeg, open_leg
 from dlac_pipeline.spec.job_spec import OrderSpec, SequenceSpec, SourceSpec
-
-if TYPE_CHECKING:
-    from tests.conftest import Arena
+from tests.conftest import Arena
 
 ORDER = OrderSpec(batch_size=24, key_groups=6, block_slices=2, seed=11, passes=2)
 

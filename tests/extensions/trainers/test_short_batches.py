@@ -1,19 +1,15 @@
 """Trainers on a table that does not fill the last batch have the weights of a plain loop with `batch.mean`."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 
 from dlac_pipeline.extensions.trainers.torchtitan import attach_run
+from tests.conftest import Arena
 from tests.extensions.trainers.test_trainer_files import POINTS, make_points, opened_run
 from tests.programs import train_short
 from tests.programs.train_titan import TitanLike
-
-if TYPE_CHECKING:
-    from tests.conftest import Arena
 
 transformers: Any = pytest.importorskip("transformers")
 _SPEC: dict[str, Any] = {

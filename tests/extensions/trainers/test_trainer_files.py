@@ -1,7 +1,5 @@
 """Files of other trainers as checkpoints: commits, resumes, and refusals."""
 
-from __future__ import annotations
-
 import json
 import os
 import runpy
@@ -12,7 +10,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -24,12 +22,10 @@ from dlac_pipeline.extensions.trainers import torchtitan as titan
 from dlac_pipeline.extensions.trainers.trainer_files import TrainerFiles
 from dlac_pipeline.lakehouse.errors import Fenced, ResumeMismatch, ScriptInvalid, SpecInvalid
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
+from dlac_pipeline.train.training_run import TrainingRun
+from tests.conftest import Arena
 from tests.programs.train_short import Network, train_huggingface, train_lightning
 from tests.programs.train_titan import TitanLike
-
-if TYPE_CHECKING:
-    from dlac_pipeline.train.training_run import TrainingRun
-    from tests.conftest import Arena
 
 transformers: Any = pytest.importorskip("transformers")
 _TRAINERS = Path(__file__).parents[3] / "examples" / "trainers"
