@@ -65,7 +65,8 @@ class Failures:
     def of_rows(cls, rows: Sequence[LedgerRow]) -> "Failures":
         """Count the attempts before the last claim, except attempts that ended with a checkpoint on purpose, or by a rewind.
 
-        An attempt has lived until its last checkpoint or the last state that a claim names, and at most a minute longer.
+        An attempt has lived until its last checkpoint or the last state that a claim names, and at most a minute longer. One
+        without a checkpoint after the end of a leg does not count: it may have found no new rows.
         """
         claims = [row for row in rows if isinstance(row, ClaimRow)]
         rewound = {row.replaces for row in claims if row.purpose == "rewinds"}
@@ -74,10 +75,11 @@ class Failures:
             if isinstance(row, CheckpointRow):
                 taken[row.attempt].append(row)
         kept = {row.memory_of: datetime.fromtimestamp(row.memory_at, UTC) for row in claims}
-        count, trained_s = 0, 0.0
+        count, trained_s, reason = 0, 0.0, ""
         for claim, following in pairwise(claims):
             began, own = claim.committed_at, taken[claim.attempt]
-            left_well = bool(own) and own[-1].reason in _LEFT_WELL
+            left_well = own[-1].reason in _LEFT_WELL if own else reason == "end"
+            reason = own[-1].reason or "" if own else reason
             seen_at = max([began, *(row.committed_at for row in own), kept.get(claim.attempt, began)])
             longer = timedelta() if left_well else timedelta(seconds=_FIRST_S)
             if claim.trains:

@@ -77,7 +77,9 @@ def _from_file(path: Path) -> tuple[ModuleType, bytes]:
     try:
         source = path.read_bytes()
     except OSError as err:
-        raise TransformFailed(f"expected the transform's file at {str(path)!r}, found {err}: correct the path") from err
+        raise TransformFailed(
+            f"expected the transform's file at {str(path.absolute())!r}, found {err}: correct the path"
+        ) from err
     module = ModuleType(f"dlac_transform_{blake3(source).hexdigest()[:16]}")
     module.__file__ = str(path)
     sys.modules[module.__name__] = module  # dataclasses and pickle look modules up by name

@@ -119,12 +119,12 @@ def failure_of_attempt(
     Return None if the attempt did not train, or exited in order and is started again by an operator.
     """
     claim = claim_of(rows, attempt)
-    in_order = left_in_order(rows, attempt) or (
-        bool(claim.launch_folder) and Path(claim.launch_folder, STOPPED_FILE).exists()
-    )
+    found = read_heartbeats(Path(claim.launch_folder)) if claim.launch_folder else []
+    has_ended = bool(found) and all(each.phase == Phase.DONE for each in found)  # as if it found no new rows
+    was_stopped = bool(claim.launch_folder) and Path(claim.launch_folder, STOPPED_FILE).exists()
+    in_order = left_in_order(rows, attempt) or was_stopped or has_ended
     if not claim.trains or (noticed_by == OPERATOR and in_order):
         return None
-    found = read_heartbeats(Path(claim.launch_folder)) if claim.launch_folder else []
     appended = [row.committed_at.timestamp() for row in rows if row.attempt == attempt and row.seq]
     heartbeats_at = [*(progress.at for progress in found), *appended]
     return Failure(

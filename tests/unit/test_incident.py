@@ -1,5 +1,6 @@
 """Endings of attempts that count as failures, and endings that do not."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow, L
 from dlac_pipeline.spec.launch_request import OPERATOR
 from dlac_pipeline.supervise.failure import failure_of_attempt, rows_worked_on
 from dlac_pipeline.supervise.liveness.heartbeat import Phase, RankHeartbeat, Spent, rows_of_readers
+from dlac_pipeline.supervise.liveness.heartbeat_writer import HeartbeatWriter
 
 MOMENTS = {"noticed_at": 9.0, "launched_at": 9.0, "stopped_at": 9.0}
 
@@ -25,6 +27,17 @@ def test_stopped_run_has_not_failed(reason: str) -> None:
     preempted = failure_of_attempt(stopped, 1, noticed_by="preemption_sensor", **MOMENTS)
     assert preempted is not None
     assert preempted.cause == "attempt 1 ended without finishing"
+
+
+def test_run_without_new_rows_has_not_failed(tmp_path: Path) -> None:
+    """A launch that has caught up commits nothing. Its ranks have reported that they are done."""
+    writer = HeartbeatWriter(tmp_path, 0)
+    writer.doing(Phase.TRAINING, 3)
+    claimed = rows(launch_folder=str(tmp_path))
+    assert failure_of_attempt(claimed, 1, noticed_by=OPERATOR, **MOMENTS) is not None
+    writer.doing(Phase.DONE, 3)
+    assert failure_of_attempt(claimed, 1, noticed_by=OPERATOR, **MOMENTS) is None
+    writer.close()
 
 
 @pytest.mark.parametrize("reasons", [(), ("steps",), ("seconds",), ("SIGTERM", "auto"), (None,)])

@@ -133,7 +133,8 @@ def test_preempted_attempt_did_not_fail() -> None:
         row("claim", 3, 1_200),
         row("claim", 4, 1_500, memory_of=3, memory_at=(START + timedelta(seconds=1_470)).timestamp()),
         row("checkpoint", 4, 1_500, reason="end"),
-        row("claim", 5, 1_600),
+        row("claim", 5, 1_600),  # found no new rows
+        row("claim", 6, 1_700),
     ]
     found = Failures.of_rows(rows)
     assert found == Failures(count=2, trained_s=160.0 + 100.0 + 300.0)
