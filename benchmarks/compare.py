@@ -71,49 +71,47 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="run the quick version of each program")
     asked = parser.parse_intermixed_args()
-    figures: dict[str, Figure] = {}
+    figures, lost = dict[str, Figure](), list[str]()
     with other_commit(asked.revision) as other:
         here = Side(name="here", tree=_ROOT, python=Path(sys.executable))
         for program in asked.programs or PROGRAMS:
             is_quick = asked.quick and program.split()[0] not in _WITHOUT_QUICK
-            figures |= compare(here, other, f"{program} --quick" if is_quick else program, asked.rounds)
-    lost = [name for name, figure in figures.items() if not figure.holds]
+            ratios, missed = compare(here, other, f"{program} --quick" if is_quick else program, asked.rounds)
+            figures |= ratios
+            lost += missed
     print("bars lost:", ", ".join(lost) or "none", flush=True)
-    told = {name: replace(figure, bar=None) for name, figure in figures.items()}
-    report("compare", told | {"bars_lost": Figure(value=len(lost), unit="", bar="<= 0")}, beside=asked.revision)
+    report("compare", figures | {"bars_lost": Figure(value=len(lost), unit="", bar="<= 0")}, beside=asked.revision)
     sys.exit(1 if lost else 0)
 
 
-def compare(here: Side, other: Side, program: str, rounds: int) -> dict[str, Figure]:
+def compare(here: Side, other: Side, program: str, rounds: int) -> tuple[dict[str, Figure], list[str]]:
     """Measure a program on both sides in turns.
 
-    Return the ratio of each figure that both have. Its bar can only be missed if the other commit met the figure's bar and this
-    one did not.
+    Return the ratio of each figure that both have, and the names of those whose bar the other commit met and this one missed.
     """
     values: dict[str, tuple[list[Figure], list[Figure]]] = defaultdict(lambda: ([], []))
     for number in range(rounds):
         for index in (0, 1) if number % 2 else (1, 0):
             for name, figure in (here, other)[index].measure(program).items():
                 values[name][index].append(figure)
-    both = {name: (_median(ours), _median(theirs)) for name, (ours, theirs) in values.items() if ours and theirs}
-    return {f"{program.split(maxsplit=1)[0]}.{name}": _ratio(program, name, *sides) for name, sides in both.items()}
+    ratios, lost = dict[str, Figure](), list[str]()
+    for name, (ours, theirs) in values.items():
+        if ours and theirs:
+            key, new = f"{program.split(maxsplit=1)[0]}.{name}", _median(ours)
+            old = replace(_median(theirs), bar=new.bar)
+            ratios[key] = Figure(value=new.value / old.value if old.value else float(new.value == old.value), unit="x")
+            is_lost = old.holds and not new.holds
+            lost += [key] * is_lost
+            verdict = (
+                f"bar {new.bar}{': LOST' if is_lost else '' if new.holds else ': missed by both'}" if new.bar else ""
+            )
+            values_shown = f"{old.value:>10.4g} -> {new.value:>10.4g} {new.unit:<10} x {ratios[key].value:.3f}"
+            print(f"{program:<24} {name:<44} {values_shown} {verdict}".rstrip(), flush=True)
+    return ratios, lost
 
 
 def _median(figures: list[Figure]) -> Figure:
     return replace(figures[-1], value=statistics.median(figure.value for figure in figures))
-
-
-def _ratio(program: str, name: str, ours: Figure, theirs: Figure) -> Figure:
-    """Print both values, and return the ratio. A lost bar is one that it misses."""
-    theirs = replace(theirs, bar=ours.bar)
-    is_lost = theirs.holds and not ours.holds
-    value = ours.value / theirs.value if theirs.value else float(ours.value == theirs.value)
-    verdict = f"bar {ours.bar}{': LOST' if is_lost else '' if ours.holds else ': missed by both'}" if ours.bar else ""
-    row = (
-        f"{program:<24} {name:<44} {theirs.value:>10.4g} -> {ours.value:>10.4g} {ours.unit:<10} x {value:.3f} {verdict}"
-    )
-    print(row.rstrip(), flush=True)
-    return Figure(value=value, unit="x", bar="<= -1" if is_lost else None)
 
 
 @contextmanager

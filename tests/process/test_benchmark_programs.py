@@ -40,13 +40,11 @@ def test_lost_bar_is_found(tmp_path: Path) -> None:
         (side.tree / "benchmarks" / "__init__.py").touch()
         (side.tree / "benchmarks" / "sleep.py").write_text(f"print('{json.dumps({'figures': figures})}')")
     (here.tree / "benchmarks" / "new.py").touch()
-    found = compare(here, other, "sleep --long", 2)
-    assert {name: (figure.value, figure.holds) for name, figure in found.items()} == {
-        "sleep.fast": (1.5, False),
-        "sleep.kept": (1.5, True),
-    }
-    assert compare(other, here, "sleep", 1)["sleep.fast"].holds
-    assert not compare(here, other, "new", 1)
+    found, lost = compare(here, other, "sleep --long", 2)
+    assert {name: figure.value for name, figure in found.items()} == {"sleep.fast": 1.5, "sleep.kept": 1.5}
+    assert lost == ["sleep.fast"]
+    assert not compare(other, here, "sleep", 1)[1]
+    assert compare(here, other, "new", 1) == ({}, [])
 
 
 @pytest.mark.soak
