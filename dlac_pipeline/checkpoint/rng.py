@@ -27,11 +27,11 @@ def rng_state() -> dict[str, Any]:
     """Return the state of Python's, NumPy's and PyTorch's generators, accelerators included."""
     version, internal, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    numpy_keys = torch.from_numpy(np.asarray(keys, dtype=np.int64))
+    python_keys, numpy_keys = (torch.from_numpy(np.asarray(each, dtype=np.int64)) for each in (internal, keys))
     devices, module = _accelerators()
     states = [module.get_rng_state(device) for device in devices] if hasattr(module, "get_rng_state") else []
     return {
-        "python": [version, list(internal), gauss],
+        "python": [version, python_keys, gauss],
         "numpy": [str(name), numpy_keys, int(position), int(has_gauss), float(cached)],
         "torch": torch.get_rng_state(),
         **({devices[0].type: states} if states else {}),
@@ -46,7 +46,8 @@ def load_rng(folder: Path, rank: int) -> None:
 def set_rng_state(state: Mapping[str, Any]) -> None:
     """Set all generators to what `rng_state` returned."""
     version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
+    numbers = internal.tolist() if isinstance(internal, torch.Tensor) else internal  # before, it was a list
+    random.setstate((version, tuple(numbers), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
     torch.set_rng_state(state["torch"])

@@ -1,7 +1,7 @@
 """Gate in front of the steps of a state's optimizers. See docs/design/0003-checkpoints.md."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from threading import RLock
 from typing import Any
 
@@ -24,7 +24,7 @@ class StepGate:
         optimizers = getattr(engine, "optimizers", None)
         for each in optimizers() if callable(optimizers) else ():
             with suppress(AttributeError, TypeError):  # a wrapper that torch did not make
-                each.register_step_pre_hook(lambda *_: self.finish(in_step=True))
+                each.register_step_pre_hook(self._begin_step)
                 if getattr(type(each).step, "hooked", False):  # else its step calls no hook
                     self._optimizers.append(each)
         self._waits: list[Callable[[], bool]] = []
@@ -32,6 +32,23 @@ class StepGate:
         self._watch: Watch | None = None
         self.is_sure: bool | None = None
         """True once a step has changed nothing before the gate, False once anything has."""
+        self._has_begun = False
+        """True once an optimizer has begun its step, until the next `request_batch`."""
+
+    def request_batch(self) -> None:
+        """Note that the script requests the next batch: its optimizers have done their steps."""
+        self._has_begun = False
+
+    @contextmanager
+    def before_step(self) -> Iterator[bool]:
+        """Let optimizers wait. Yield whether none has begun its step since the request for the batch."""
+        with self._lock:
+            yield not self._has_begun
+
+    def _begin_step(self, *_: object) -> None:
+        with self._lock:
+            self._has_begun = True
+        self.finish(in_step=True)
 
     def hold(self, wait: Callable[[], bool]) -> None:
         """Call `wait` before the next step of an optimizer, or in `finish`. It returns whether a tensor has changed."""

@@ -91,8 +91,8 @@ class _Sent:
     """The last finished step of this rank."""
     covered_step: int
     """The last step whose loss is in it."""
-    count: int
-    """Number of losses in it."""
+    own: list[float]
+    """This rank's losses in it."""
     numbers: torch.Tensor
     work: dist.Work | None
 
@@ -105,6 +105,10 @@ class Syncs(Protocol):
 
     def step_done(self, step: int, *, loss: torch.Tensor | float, report: RankReport) -> StepSync | None:
         """Note a finished step. Return the message that has arrived."""
+
+    def unknown_losses(self) -> list[float] | None:
+        """Return this rank's losses of the steps whose messages have not arrived. None if an accelerator computes one."""
+        return None
 
     def flush(self) -> list[StepSync]:
         """Return everything that was reported up to the last finished step. Waits for it."""
@@ -135,6 +139,12 @@ class StepSyncs(Syncs):
             self._send(late_steps=self._late_steps)
         return sync
 
+    def unknown_losses(self) -> list[float] | None:
+        """Return this rank's losses of the steps whose messages have not arrived. None if an accelerator computes one."""
+        sent = [] if self._pending is None else self._pending.own
+        own = [float(each.number) for each in self._losses if each.copied is None]
+        return [*sent, *own] if len(own) == len(self._losses) and not self._late_steps else None
+
     def flush(self) -> list[StepSync]:
         """Return everything that was reported up to the last finished step. Waits for it."""
         syncs = [self._receive()]
@@ -159,7 +169,7 @@ class StepSyncs(Syncs):
         padding = [0.0] * (MAX_STEPS - count)
         message = torch.tensor([*numbers, *losses, *padding], dtype=torch.float64)
         work = dist.all_reduce(message, group=self._group, async_op=True) if self._world_size > 1 else None
-        self._pending = _Sent(self._step, self._step - late_steps, count, message, work)
+        self._pending = _Sent(self._step, self._step - late_steps, losses, message, work)
         self._losses = self._losses[count:]
 
     def _receive(self) -> StepSync | None:
@@ -177,12 +187,12 @@ class StepSyncs(Syncs):
                 f"expected all {self._world_size} ranks at step {sent.step}, found steps that sum to {steps:.0f}: "
                 "every rank must call step_done once per batch"
             )
-        step_s = max(elapsed_s / self._world_size / sent.count, 1e-6)
+        step_s = max(elapsed_s / self._world_size / len(sent.own), 1e-6)
         self._steps_per_sync = max(1, min(MAX_STEPS, int(SYNC_EVERY_S / step_s)))
         self._late_steps = int(late > 0)
         return StepSync(
             step=sent.covered_step,
-            losses=[loss / self._world_size for loss in losses[: sent.count]],
+            losses=[loss / self._world_size for loss in losses[: len(sent.own)]],
             notice=next((name for name, ranks in zip(NOTICES, notices, strict=True) if ranks), None),
             notice_age_s=ages_s / max(1.0, sum(notices)),
             due=due > 0,

@@ -59,6 +59,10 @@ class NodeMemory:
         """Return the resume point in memory for this node's ranks, once its state is here. They fail if it was lost."""
         return self._point
 
+    def holds_step(self) -> bool:
+        """Return whether all ranks hold the last step, and none has ended its try to keep the state after it."""
+        return self._attempt is not None and states.is_held(*self._attempt)
+
     def take_warnings(self) -> Iterator[str]:
         """Yield the warnings since the last call."""
         yield from ()

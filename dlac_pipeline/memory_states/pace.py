@@ -26,7 +26,8 @@ class Pace:
         self._failures = Failures(count=point.failures, trained_s=point.trained_s)
         self._limits, self._began = Limits.of_states(settings), time.monotonic()
         self._choice: Choice | None = None
-        self._step_s = math.inf
+        self.step_s = math.inf
+        """Mean seconds of a step."""
         self._stepped_at: float | None = None
         self._due_at = 0.0
         self._returned_at: float | None = None
@@ -35,7 +36,7 @@ class Pace:
     @property
     def steps(self) -> int:
         """Steps between two states, or 0 before the first ones have shown their cost."""
-        return 0 if self._choice is None or math.isinf(self._step_s) else self._choice.steps(self._step_s)
+        return 0 if self._choice is None or math.isinf(self.step_s) else self._choice.steps(self.step_s)
 
     def step_done(self, copy_s: float) -> None:
         """Note that a step is done, with the time since the one before or since a state was saved.
@@ -45,12 +46,12 @@ class Pace:
         now = time.monotonic()
         if self._stepped_at is not None:
             took_s = now - self._stepped_at
-            slower_s = min(max(0.0, took_s - self._step_s), copy_s)
+            slower_s = min(max(0.0, took_s - self.step_s), copy_s)
             took_s -= slower_s
             if self.costs:
                 self.costs[-1] += slower_s
-            is_first = math.isinf(self._step_s)
-            self._step_s = took_s if is_first else (1 - _SMOOTHING) * self._step_s + _SMOOTHING * took_s
+            is_first = math.isinf(self.step_s)
+            self.step_s = took_s if is_first else (1 - _SMOOTHING) * self.step_s + _SMOOTHING * took_s
         self._stepped_at = self._due_at = now
 
     def return_to_script(self) -> None:

@@ -3,7 +3,7 @@
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.nn import Module
 
-from dlac_pipeline.checkpoint.engines import Engine
+from dlac_pipeline.checkpoint.engines import Engine, TorchState
 from dlac_pipeline.checkpoint.manager import CheckpointManager
 from dlac_pipeline.checkpoint.restore.resume_point import FromMemory, ResumePoint
 from dlac_pipeline.checkpoint.rng import save_rng
@@ -24,6 +24,7 @@ from dlac_pipeline.elastic.ranks.rank import LAUNCH_VARIABLE
 from dlac_pipeline.lakehouse.errors import DlacError, StateChanged
 from dlac_pipeline.lakehouse.ledger.typed_rows import repeatable
 from dlac_pipeline.memory_states import states
+from dlac_pipeline.memory_states.last_step import LastStep
 from dlac_pipeline.memory_states.memory_file import MemoryFile, is_tmpfs
 from dlac_pipeline.memory_states.pace import Pace
 from dlac_pipeline.memory_states.states import MemoryState
@@ -94,6 +95,9 @@ class MemorySaves:
         self._is_left_out = False
         self._maps = run_folder is not None and is_tmpfs(run_folder)
         self._pace = Pace(spec.checkpoint, point)
+        self._last: LastStep | None = None
+        self._is_held = not self._has_buddy
+        """False: no failure keeps the last step."""
 
     def begin(self, engine: Engine, loaded: MemoryState | None) -> None:
         """Make the folder on each node, if all have room for states of this engine beside the `loaded` one. Collective."""
@@ -118,6 +122,8 @@ class MemorySaves:
 
     def step_done(self) -> None:
         """Note that a step is done."""
+        if self._last is not None:
+            self._last.forget()
         self._pace.step_done(self._finish_copy())
 
     def return_to_script(self) -> None:
@@ -191,9 +197,7 @@ class MemorySaves:
         self._is_left_out = False
         try:
             if self._number and self._communicator.is_first_of_node:
-                states.forget_states(self._folder.parent, before=self._point.attempt)
-            if self._number == 1 and self._communicator.is_first_of_node:
-                self._check_room(self._folder)
+                self._make_room(self._folder)
             slot.mkdir(mode=0o700, exist_ok=True)
             states.remove_seal(slot, self._communicator.rank)
         except OSError as err:
@@ -205,6 +209,40 @@ class MemorySaves:
         self._number, self._saved_step, self._copied = self._number + 1, self._tracker.step, False
         self._is_outdated = False
         self._pace.saved(worked_s, is_typical=self._number > states.SLOTS + 1)
+
+    def hold(self, engine: Engine, losses: Sequence[float] | None, *, rows: int) -> None:
+        """Hold the last step, whose state is not whole yet, with `losses` that no message has brought yet."""
+        # a class of the script's own may save more
+        is_plain = isinstance(engine, TorchState) and type(engine).save is TorchState.save
+        if self._folder is None or not (self._is_held and isinstance(engine, TorchState) and is_plain):
+            return
+        try:
+            self._last = self._last or LastStep(self._folder, engine, self._manager.gate, self._overwrite)
+            self._last.hold(self._sealed(engine, rows), losses, step_s=self._pace.step_s)
+        except Exception as err:  # whatever a part of the script's state does
+            self._last, self._is_held = None, False
+            found = f"found {type(err).__name__}: {err}; a failure repeats the steps since the last state in memory"
+            self._report_problem(f"expected to hold the last step in memory, {found}")
+
+    def keep_last(self) -> None:
+        """Save the state after the last finished step, before this rank ends because of a failure. A problem is logged."""
+        if self._folder is None or self._last is None or not self._number:
+            return
+        try:
+            self._finish_copy()
+            slot = states.slot_of(self._folder, self._number - 1)
+            last = states.read_slot(slot)
+            if last is not None:
+                self._make_room(self._folder)
+                slot = states.slot_of(self._folder, self._number)
+            self._last.keep(slot, after=0 if last is None else last.first.step)
+        except Exception:
+            _log.exception("expected to keep the state after the last step: a restart reads an earlier one")
+
+    def _overwrite(self, path: Path, state: Any) -> int:
+        if path not in self._files:
+            self._files[path] = MemoryFile(path, is_mapped=self._maps)
+        return self._files[path].overwrite(state)
 
     def _write(self, slot: Path, engine: Engine, sealed: states.RankState, failure: OSError | None) -> None:
         """Write this rank's part and seal it, perhaps beside training. A rank with a failure raises it, and writes nothing."""
@@ -323,8 +361,11 @@ class MemorySaves:
             f"{room >> 20} MiB: {_MORE_ROOM}"
         )
 
-    def _check_room(self, folder: Path) -> None:
-        """Raise `OSError` if a second state is not likely to fit, as large as the first one that this node has by now."""
+    def _make_room(self, folder: Path) -> None:
+        """Remove earlier attempts' states beside a whole one. Raise `OSError` if a second one as large is not likely to fit."""
+        states.forget_states(folder.parent, before=self._point.attempt)
+        if self._number > 1:
+            return
         first, second = (states.bytes_in(states.slot_of(folder, number)) for number in range(states.SLOTS))
         needed, room = first - second, states.room_for_states(folder)
         if needed > room:

@@ -329,6 +329,35 @@ def copied_step(folder: Path, first_rank: int) -> int:
     return 0
 
 
+def held_file(folder: Path, rank: int) -> Path:
+    """Return the file of a rank's part of the last step, in the folder of an attempt."""
+    return folder / f"held.{rank:05d}"
+
+
+def hold_part(folder: Path, rank: int, content: bytes) -> None:
+    """Write a rank's part of the last step."""
+    _write(held_file(folder, rank), content)
+
+
+def is_held(folder: Path, ranks: Iterable[int]) -> bool:
+    """Return whether ranks hold a step, and no rank has ended its try to keep the state after it."""
+    names = {each.name for each in _names_in(folder)}
+    return names.issuperset(held_file(folder, rank).name for rank in ranks) and "kept" not in names
+
+
+def begin_keeping(folder: Path) -> bool:
+    """Return whether this rank is the first one that wants to keep the state after the last step."""
+    with suppress(FileExistsError), opened(folder) as here:
+        os.close(os.open("keeping", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=here))
+        return True
+    return False
+
+
+def end_keeping(folder: Path) -> None:
+    """Note that no rank will keep a state any more."""
+    _write(folder / "kept", b"")
+
+
 def fetched_folder(folder: Path, first_rank: int) -> Path:
     """Return the folder of the state that a node fetches, in the new attempt's folder. It is like the folder of a run."""
     return folder / f"fetched.{first_rank:05d}"

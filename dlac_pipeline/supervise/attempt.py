@@ -9,6 +9,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 
 from dlac_pipeline.checkpoint.restore.resume_point import FromMemory, ResumePoint
+from dlac_pipeline.elastic.ranks.processes import HANG
 from dlac_pipeline.elastic.round import RESUME
 from dlac_pipeline.lakehouse.errors import LeftUnfinished
 from dlac_pipeline.lakehouse.ledger.older_ledger import LedgerWatch
@@ -17,6 +18,7 @@ from dlac_pipeline.supervise.attempt_monitor import AttemptMonitor
 from dlac_pipeline.supervise.attempt_state import AttemptMachine, AttemptState, Decision, Observation
 from dlac_pipeline.supervise.failure import (
     STOPPED_FILE,
+    STUCK,
     Failure,
     end_ranks,
     first_cause,
@@ -274,6 +276,8 @@ class SupervisedAttempt:
 
     def _fail(self, ranks: AllRanks, cause: Exit) -> Failure:
         each = self._spec.launch.processes_per_reader
+        if cause.kind not in (STUCK, HANG):  # else no connection breaks, which survivors would notice
+            self._part.await_last_step(ranks.own)
         failure = end_ranks(ranks, cause, step=self.step, resumed_step=self._resumed_step, per_reader=each)
         facts = {"cause": failure.cause, "step": failure.last_step, "phase": failure.doing, **ranks.log_end(cause.rank)}
         raised_at = {"where": failure.where, "traceback": failure.traceback} if failure.place else {}

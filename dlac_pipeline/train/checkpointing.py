@@ -148,9 +148,15 @@ class Checkpointing:
         self._heartbeat.doing(Phase.TRAINING, step)
 
     def keep_in_memory(self) -> None:
-        """Save a memory state after the last finished step, if one is due."""
+        """Save a memory state after the last finished step if one is due. Hold the step for a failure."""
+        engine, rows = self._restored_engine(), self._heartbeat.rows
         if self._memory.is_due(self._attempt.step):
-            self._memory.save(self._restored_engine(), rows=self._heartbeat.rows)
+            self._memory.save(engine, rows=rows)
+        self._memory.hold(engine, self._step_syncs.unknown_losses(), rows=rows)
+
+    def keep_last_step(self) -> None:
+        """Save a memory state after the last finished step, because this rank ends with a failure."""
+        self._memory.keep_last()
 
     def forget_memory(self) -> None:
         """Remove the memory states of the run on this node at its end, if a checkpoint has the last step."""

@@ -72,12 +72,15 @@ def training_run(spec: str | Path | None = None, *, takeover: bool = False) -> "
             run.leave()
         except BaseException as err:
             # Before the connections close: then other ranks fail at once, and are not the cause.
-            if isinstance(err, LossNotFinite | LossSpiked):
+            is_of_loss = isinstance(err, LossNotFinite | LossSpiked)
+            if is_of_loss:
                 run.discard_memory()
             if folder is not None:
                 leave_reason(err)
             else:
                 run.record_failure(err)  # without a supervisor
+            if not is_of_loss:
+                run.keep_last_step()
             raise
         finally:
             run.close()
@@ -343,6 +346,10 @@ class TrainingRun:
     def discard_memory(self) -> None:
         """Remove the memory states of the run: a loss that ends it came of them."""
         self._checkpointing.discard_memory()
+
+    def keep_last_step(self) -> None:
+        """Keep the state after the last finished step in memory: this rank has failed, or another one."""
+        self._checkpointing.keep_last_step()
 
     def record_failure(self, err: BaseException) -> None:
         """Record without a supervisor that the run is given up, or that the recovery before the first step failed."""

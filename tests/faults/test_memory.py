@@ -102,6 +102,25 @@ def test_states_follow_cost_and_failures(campaign: Arena, point_s: float | None,
     assert found[0] - found[1] < 42
 
 
+def test_survivor_keeps_last_step(campaign: Arena) -> None:
+    """A rank, and then the other one, dies long after the last state: the survivor keeps one, and no step is repeated."""
+    run = "memory-last"
+    settings: dict[str, Any] = {"memory_every_steps": 1_000, "every_steps": 1_000, "hidden": "5000", "steps": 14}
+    settings |= {"slow_rank": "0", "slow_s": "0.5", "pause_s": 0}
+    launch = campaign.launch(spec_of(campaign, run, **settings))
+    for rank, step in enumerate((5, 10)):
+        wait_until(lambda: any(each["step"] >= step for each in campaign.entries(run)), what=f"step {step}")  # noqa: B023
+        time.sleep(0.2)  # rank 0 is in its next forward pass then
+        os.kill(launch.ranks()[rank].pid, signal.SIGKILL)
+        found = launch.wait_for("recovered", rank + 1)
+        assert (found["rows_replayed"] < _BATCH, found["resumed_step"] >= step) == (True, True)
+    assert launch.wait() == 0, launch.stderr
+    assert audit_run(campaign.lakehouse, run).exact
+    calm = campaign.launch(spec_of(campaign, f"{run}-calm", **settings))
+    assert calm.wait() == 0, calm.stderr
+    assert campaign.losses(run) == campaign.losses(f"{run}-calm")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["asynchronous", "synchronous"])
 def test_state_of_the_head_is_used(campaign: Arena, mode: str) -> None:

@@ -2,7 +2,8 @@
 
 Params make it fail: `dies_at` a step, `deadly_row` causes SIGSEGV in its batch, `deadlock_at` a step,
 `holds_loading` and `holds_training` are attempts that load, or train their first step, without end. `slow_rank` is slow
-by `slow_s` seconds in each forward pass, `nan_from` a step makes losses NaN. `skips` are steps that are not applied.
+by `slow_s` seconds in each forward pass, `nan_from` a step makes losses NaN. `skips` are steps that are not applied. A layer of
+`hidden` units has buffers that differ by rank.
 $NOISE_SEED adds noise to the loss that no saved generator knows, and with $OWN_GROUP the script makes the process group.
 
 The journal has the row ids in the tensors of each finished step, as evidence that is independent of DLAC.
@@ -52,7 +53,12 @@ def hold(run: dlac.TrainingRun, phase: str) -> None:
 def train(run: dlac.TrainingRun) -> None:
     """Train to the end of the order."""
     params = run.spec.params
-    model = torch.nn.Linear(4, int(params.get("outputs", "1")))
+    hidden = int(params.get("hidden", "0"))
+    model: torch.nn.Module = torch.nn.Linear(4, int(params.get("outputs", "1")))
+    if hidden:
+        model = torch.nn.Sequential(
+            torch.nn.Linear(4, hidden), torch.nn.BatchNorm1d(hidden), torch.nn.Linear(hidden, 1)
+        )
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     hooked: Any = model  # torch leaves the method untyped
     if "holds_loading" in params:  # with a hook, tensors are loaded in another way

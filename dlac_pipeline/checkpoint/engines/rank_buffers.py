@@ -38,13 +38,19 @@ def _file(folder: Path, rank: int) -> Path:
     return folder / f"buffers-{rank:05d}.pt"
 
 
+def saved_buffers(part: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the buffers of a module that its state has, by their names in the bare model."""
+    buffers = dict(part.named_buffers())
+    if buffers:
+        # activation checkpointing leaves its wrapper out of these names only
+        saved = set(bare_names(part, part.state_dict()).values())
+        yield from ((bare, buffers[name]) for name, bare in bare_names(part, buffers).items() if bare in saved)
+
+
 def _buffers_of(part: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the saved buffers of a part that no wrapper makes equal on all ranks, by their names in the bare model."""
+    """Yield the saved buffers of a part that no wrapper makes equal on all ranks."""
     if not isinstance(part, torch.nn.Module):
         return
     wrapped = [module for module in part.modules() if isinstance(module, DistributedDataParallel)]
     equal = {id(buffer) for module in wrapped if module.broadcast_buffers for buffer in module.buffers()}
-    buffers, state = dict(part.named_buffers()), part.state_dict()
-    saved = set(bare_names(part, state).values())  # activation checkpointing leaves its wrapper out of these names only
-    names = {name: bare for name, bare in bare_names(part, buffers).items() if bare in saved}
-    yield from ((bare, buffers[name]) for name, bare in names.items() if id(buffers[name]) not in equal)
+    yield from ((name, buffer) for name, buffer in saved_buffers(part) if id(buffer) not in equal)

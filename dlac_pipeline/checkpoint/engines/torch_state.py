@@ -14,9 +14,10 @@ from torch.optim import Optimizer
 from dlac_pipeline.checkpoint.engines.engine import Engine, Weights
 from dlac_pipeline.checkpoint.engines.exact_load import load_exactly
 from dlac_pipeline.checkpoint.engines.model_names import bare_names
-from dlac_pipeline.checkpoint.engines.rank_buffers import load_buffers, save_buffers
+from dlac_pipeline.checkpoint.engines.rank_buffers import load_buffers, save_buffers, saved_buffers
 from dlac_pipeline.checkpoint.engines.safe_load import load_tensors, plain_state
 from dlac_pipeline.checkpoint.stage.copies import Write
+from dlac_pipeline.checkpoint.stage.watch import plain_tensors
 from dlac_pipeline.lakehouse.errors import CheckpointError, SpecInvalid
 
 
@@ -38,21 +39,43 @@ class TorchState(Engine):
     def save(self, folder: Path, write: Write) -> None:
         """Rank 0 saves one file, in which models have the names of the bare models. Other ranks save buffers of their own."""
         if not dist.is_initialized() or dist.get_rank() == 0:
-            states = {name: _bare_state(part) for name, part in self._parts.items()}
-            for name, state in states.items():
-                if is_sharded(state):
-                    raise SpecInvalid(
-                        f"expected whole tensors in the part {name!r}, found sharded ones, which differ by rank: pass what "
-                        "fully_shard has sharded as part of model=..., as in DistributedState(model=torch.nn.ModuleDict(...))"
-                    )
-            names = {parameter: name for name, parameter in self._parameters().items()}
-            groups = {
-                name: [[names.get(each, "") for each in group["params"]] for group in part.param_groups]
-                for name, part in self._parts.items()
-                if isinstance(part, Optimizer)
-            }
-            self.write_parts(folder, write, {**states, self._GROUPS: groups})
+            self.save_equal(folder, write, {})
+        self.save_own(folder, write)
+
+    def save_own(self, folder: Path, write: Write) -> None:
+        """Save this rank's buffers, if they may differ between ranks."""
         save_buffers(folder, self._parts, write)
+
+    def save_equal(self, folder: Path, write: Write, changed: Mapping[str, Any]) -> None:
+        """Save the part of the state that is equal on all ranks, with an earlier result of `changing`, if it is not empty."""
+        states = {name: _bare_state(part) for name, part in self._parts.items()}
+        for name, state in states.items():
+            if is_sharded(state):
+                raise SpecInvalid(
+                    f"expected whole tensors in the part {name!r}, found sharded ones, which differ by rank: pass what "
+                    "fully_shard has sharded as part of model=..., as in DistributedState(model=torch.nn.ModuleDict(...))"
+                )
+            if name in changed:
+                states[name] = _with_changed(self._parts[name], state, changed[name])
+        names = {parameter: name for name, parameter in self._parameters().items()}
+        groups = {
+            name: [[names.get(each, "") for each in group["params"]] for group in part.param_groups]
+            for name, part in self._parts.items()
+            if isinstance(part, Optimizer)
+        }
+        self.write_parts(folder, write, {**states, self._GROUPS: groups})
+
+    def changing(self) -> dict[str, Any]:
+        """Return by part what scripts change between two steps of its optimizers: all but parameters and optimizers' tensors."""
+        return {name: _changing(part) for name, part in self._parts.items()}
+
+    def marks(self) -> list[tuple[int, int]]:
+        """Return version and address of each tensor that is not in `changing`."""
+        modules = [part for part in self._parts.values() if isinstance(part, Module)]
+        tensors: list[torch.Tensor] = [each for module in modules for each in module.parameters()]
+        states = [each for part in self.optimizers() for values in part.state.values() for each in values.values()]
+        tensors += states if set(map(type, states)) == {torch.Tensor} else plain_tensors(states)
+        return [(each._version, each.data_ptr()) for each in tensors]
 
     def load(self, folder: Path, *, saved_world_size: int) -> None:
         """Every rank reads it, tensors and plain values only.
@@ -133,6 +156,26 @@ def is_sharded(state: Any) -> bool:
         return any(map(is_sharded, state.values() if isinstance(state, Mapping) else state))
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(state, module.DTensor)
+
+
+def _changing(part: Any) -> Any:
+    if isinstance(part, Optimizer):
+        return [{key: each for key, each in group.items() if key != "params"} for group in part.param_groups]
+    return dict(saved_buffers(part)) if isinstance(part, Module) else part.state_dict()
+
+
+def _with_changed(part: Any, state: Any, changed: Any) -> Any:
+    """Return the state of a part as it was when `changed` was taken. Raise `SpecInvalid` if a module has more than tensors."""
+    if isinstance(part, Optimizer):
+        groups = [{**group, **former} for group, former in zip(state["param_groups"], changed, strict=True)]
+        return {**state, "param_groups": groups}
+    if not isinstance(part, Module):
+        return changed
+    if not all(isinstance(each, torch.Tensor) for each in state.values()):
+        raise SpecInvalid(
+            "expected only tensors in the state of a module, found an extra state, which may have changed"
+        )
+    return {**state, **changed}
 
 
 def _bare_state(part: Any) -> Any:

@@ -1,5 +1,6 @@
 """Part of one node in an attempt: its ranks, and the resume point that they wait for."""
 
+import time
 from pathlib import Path
 
 from dlac_pipeline.checkpoint.restore.resume_point import FromMemory, ResumePoint
@@ -15,6 +16,10 @@ from dlac_pipeline.supervise.ranks.launch_folders import (
 )
 from dlac_pipeline.supervise.ranks.local_ranks import RankGroup
 from dlac_pipeline.supervise.ranks.rank_starter import RankStarter
+
+_KEPT_WITHIN_S = 10.0
+"""Seconds for survivors to notice that a rank is gone, and to keep a state."""
+_LOOK_S = 0.005
 
 
 class NodePart:
@@ -52,6 +57,12 @@ class NodePart:
         if local is not None:
             self.has_point = True
             write_resume_point(self.folder, local.to_json())
+
+    def await_last_step(self, ranks: RankGroup) -> None:
+        """Wait until a survivor of a rank has kept the state after the last step, if all ranks hold that step."""
+        until = time.monotonic() + _KEPT_WITHIN_S
+        while self.memory.holds_step() and not ranks.all_exited() and time.monotonic() < until:
+            time.sleep(_LOOK_S)
 
     def end(self, ranks: RankGroup) -> None:
         """End the ranks, and the copies of states in memory. Copies end even if the kernel keeps a rank."""
