@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from dlac_pipeline.checkpoint.engines import TorchState
+from dlac_pipeline.checkpoint.engines import Engine, TorchState
 from dlac_pipeline.checkpoint.engines.safe_load import load_tensors
 from dlac_pipeline.checkpoint.rng import save_rng
 from dlac_pipeline.checkpoint.step_gate import StepGate
@@ -37,7 +37,7 @@ class LastStep:
         self._folder, self._engine, self._gate, self._write = folder, engine, gate, write
         self._own: RankState | None = None
         """This rank's part. None: the step is not held."""
-        self._marks: list[tuple[int, int]] = []
+        self._versions: list[tuple[int, int]] = []
         self._costs: deque[float] = deque(maxlen=_COSTS)
         self._rested = 0
         """Steps that were not held because holds cost too much."""
@@ -46,15 +46,16 @@ class LastStep:
         """Hold no step, because a later one is done."""
         self._own = None
 
-    def hold(self, own: RankState, losses: Sequence[float] | None, *, step_s: float) -> None:
-        """Hold this rank's part, with `losses` of steps that the part lacks, unless a step is too short for that.
+    def hold(self, seal: Callable[[], RankState], losses: Sequence[float] | None, *, step_s: float) -> None:
+        """Hold this rank's part, which `seal` makes, with `losses` of steps that it lacks, unless steps are too short for that.
 
         Without `losses`, because an accelerator computes them, nothing is held. Raise `OSError` if memory is full.
         """
         self._gate.request_batch()
         if losses is None or not self._gate.is_sure or self._is_dear(step_s):
             return
-        began, files, content = time.monotonic(), dict[str, Any](), io.BytesIO()
+        began, own = time.monotonic(), seal()
+        files, content = dict[str, Any](), io.BytesIO()
 
         def collect(path: Path, state: Any) -> None:
             files[str(path)] = state
@@ -66,7 +67,7 @@ class LastStep:
         torch.save(part, content)
         if content.tell() <= _MOST_BYTES:
             states.hold_part(self._folder, own.rank, content.getvalue())
-            self._own, self._marks = own, self._engine.marks()
+            self._own, self._versions = own, self._engine.versions()
         self._costs.append(time.monotonic() - began)
 
     def _is_dear(self, step_s: float) -> bool:
@@ -112,10 +113,19 @@ class LastStep:
             parts[0].files.append((str(path.relative_to(slot)), self._write(path, state)))
 
         self._engine.save_equal(slot, write, held[0]["changing"])
-        if self._engine.marks() != self._marks:
+        if self._engine.versions() != self._versions:
             return
         late = [sum(each) / own.world_size for each in zip(*(each["losses"] for each in held), strict=True)]
         last = parts[0].trained[-1]
         parts[0].trained[-1] = replace(last, losses=[*last.losses, *late])
         for part in parts:
             states.write_seal(slot, part)
+
+
+def last_step_of(folder: Path, engine: Engine, gate: StepGate, write: Callable[[Path, Any], int]) -> LastStep | None:
+    """Return the last step of a rank, or None if its state may differ from that of other ranks. Arguments as of `LastStep`."""
+    if (
+        isinstance(engine, TorchState) and type(engine).save is TorchState.save
+    ):  # a class of the script's own may save more
+        return LastStep(folder, engine, gate, write)
+    return None

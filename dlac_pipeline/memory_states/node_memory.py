@@ -61,7 +61,7 @@ class NodeMemory:
 
     def holds_step(self) -> bool:
         """Return whether all ranks hold the last step, and none has ended its try to keep the state after it."""
-        return self._attempt is not None and states.is_held(*self._attempt)
+        return self._attempt is not None and states.all_hold(*self._attempt)
 
     def take_warnings(self) -> Iterator[str]:
         """Yield the warnings since the last call."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.nn import Module
 
-from dlac_pipeline.checkpoint.engines import Engine, TorchState
+from dlac_pipeline.checkpoint.engines import Engine
 from dlac_pipeline.checkpoint.manager import CheckpointManager
 from dlac_pipeline.checkpoint.restore.resume_point import FromMemory, ResumePoint
 from dlac_pipeline.checkpoint.rng import save_rng
@@ -24,10 +24,9 @@ from dlac_pipeline.elastic.ranks.rank import LAUNCH_VARIABLE
 from dlac_pipeline.lakehouse.errors import DlacError, StateChanged
 from dlac_pipeline.lakehouse.ledger.typed_rows import repeatable
 from dlac_pipeline.memory_states import states
-from dlac_pipeline.memory_states.last_step import LastStep
+from dlac_pipeline.memory_states.last_step import LastStep, last_step_of
 from dlac_pipeline.memory_states.memory_file import MemoryFile, is_tmpfs
 from dlac_pipeline.memory_states.pace import Pace
-from dlac_pipeline.memory_states.states import MemoryState
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.track.tracker import ReaderStateTracker
 
@@ -99,7 +98,7 @@ class MemorySaves:
         self._is_held = not self._has_buddy
         """False: no failure keeps the last step."""
 
-    def begin(self, engine: Engine, loaded: MemoryState | None) -> None:
+    def begin(self, engine: Engine, loaded: states.MemoryState | None) -> None:
         """Make the folder on each node, if all have room for states of this engine beside the `loaded` one. Collective."""
         self._free_fetched()
         if engine.writes_itself or not self._is_wanted:
@@ -212,13 +211,14 @@ class MemorySaves:
 
     def hold(self, engine: Engine, losses: Sequence[float] | None, *, rows: int) -> None:
         """Hold the last step, whose state is not whole yet, with `losses` that no message has brought yet."""
-        # a class of the script's own may save more
-        is_plain = isinstance(engine, TorchState) and type(engine).save is TorchState.save
-        if self._folder is None or not (self._is_held and isinstance(engine, TorchState) and is_plain):
+        if self._folder is None or not self._is_held:
             return
         try:
-            self._last = self._last or LastStep(self._folder, engine, self._manager.gate, self._overwrite)
-            self._last.hold(self._sealed(engine, rows), losses, step_s=self._pace.step_s)
+            if self._last is None:
+                self._last = last_step_of(self._folder, engine, self._manager.gate, self._overwrite)
+                self._is_held = self._last is not None
+            if self._last is not None:
+                self._last.hold(lambda: self._sealed(engine, rows), losses, step_s=self._pace.step_s)
         except Exception as err:  # whatever a part of the script's state does
             self._last, self._is_held = None, False
             found = f"found {type(err).__name__}: {err}; a failure repeats the steps since the last state in memory"
@@ -340,7 +340,7 @@ class MemorySaves:
             if self._communicator.is_first_of_node and self._own is not None:
                 states.remove(states.fetched_folder(self._own, self._communicator.first_rank_here))
 
-    def _make(self, folder: Path, engine: Engine, loaded: MemoryState | None) -> str:
+    def _make(self, folder: Path, engine: Engine, loaded: states.MemoryState | None) -> str:
         """Make the folder of this attempt's states, or return why none are kept. Old states are removed.
 
         The state that was loaded stays until a new state is whole. All earlier ones are removed.

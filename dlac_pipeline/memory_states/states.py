@@ -339,7 +339,7 @@ def hold_part(folder: Path, rank: int, content: bytes) -> None:
     _write(held_file(folder, rank), content)
 
 
-def is_held(folder: Path, ranks: Iterable[int]) -> bool:
+def all_hold(folder: Path, ranks: Iterable[int]) -> bool:
     """Return whether ranks hold a step, and no rank has ended its try to keep the state after it."""
     names = {each.name for each in _names_in(folder)}
     return names.issuperset(held_file(folder, rank).name for rank in ranks) and "kept" not in names

@@ -4,6 +4,7 @@ import io
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ class Rank:
         """Hold a step, with the loss of the rank."""
         random.seed(self.rank)
         part = replace(STATE, step=step, rank=self.rank, world_size=2, files=[], trained=[*STATE.trained])
-        self.last.hold(part, [self.rank + 1.0], step_s=1_000)
+        self.last.hold(lambda: part, [self.rank + 1.0], step_s=1_000)
 
 
 @pytest.fixture
@@ -93,7 +94,7 @@ def test_survivor_writes_what_was_held(slot: Path) -> None:
     random.seed(1)
     assert numbers[1].tolist() == list(random.getstate()[1])
     first.last.keep(slot, after=11)
-    assert not states.is_held(slot.parent, range(2))
+    assert not states.all_hold(slot.parent, range(2))
 
 
 def change_weight(rank: Rank) -> None:
@@ -115,7 +116,7 @@ def test_change_since_the_step_keeps_nothing(slot: Path, change: Callable[[Rank]
     _, second = ranks_of(slot)
     change(second)
     second.last.keep(slot, after=11)
-    assert (steps(slot), states.is_held(slot.parent, range(2))) == ([11], False)
+    assert (steps(slot), states.all_hold(slot.parent, range(2))) == ([11], False)
 
 
 def test_full_memory_leaves_the_earlier_state(slot: Path) -> None:
@@ -125,16 +126,16 @@ def test_full_memory_leaves_the_earlier_state(slot: Path) -> None:
         raise OSError("no space left")
 
     _, second = ranks_of(slot, fail)
-    assert states.is_held(slot.parent, range(2))
+    assert states.all_hold(slot.parent, range(2))
     with pytest.raises(OSError, match="no space"):
         second.last.keep(slot, after=11)
-    assert (steps(slot), states.is_held(slot.parent, range(2))) == ([11], False)
+    assert (steps(slot), states.all_hold(slot.parent, range(2))) == ([11], False)
 
 
 def test_short_steps_are_not_held(slot: Path) -> None:
     """Steps that take no longer than their holds are held until the cost is known."""
     rank = ranks_of(slot)[0]
     for step in range(20, 40):
-        rank.last.hold(replace(STATE, step=step, files=[]), [0.0], step_s=0.0)
+        rank.last.hold(partial(replace, STATE, step=step, files=[]), [0.0], step_s=0.0)
     held = torch.load(states.held_file(slot.parent, 0))["seal"]
     assert states.parse_seal(held).step == 23

@@ -69,7 +69,7 @@ class TorchState(Engine):
         """Return by part what scripts change between two steps of its optimizers: all but parameters and optimizers' tensors."""
         return {name: _changing(part) for name, part in self._parts.items()}
 
-    def marks(self) -> list[tuple[int, int]]:
+    def versions(self) -> list[tuple[int, int]]:
         """Return version and address of each tensor that is not in `changing`."""
         modules = [part for part in self._parts.values() if isinstance(part, Module)]
         tensors: list[torch.Tensor] = [each for module in modules for each in module.parameters()]
