@@ -109,10 +109,7 @@ def _with_deletes(producer: Any, table: Table, deletes: DeleteFile) -> None:
         with _DeleteManifest(table.spec(), table.schema(), output, snapshot, "deflate") as writer:
             writer.add(
                 ManifestEntry.from_args(
-                    status=ManifestEntryStatus.ADDED,
-                    snapshot_id=snapshot,
-                    sequence_number=None,
-                    data_file=file,
+                    status=ManifestEntryStatus.ADDED, snapshot_id=snapshot, sequence_number=None, data_file=file
                 )
             )
         return [*manifests(), writer.to_manifest_file()]

@@ -9,10 +9,7 @@ import numpy as np
 import pytest
 
 from dlac_pipeline.audit.audit import audit_run
-from dlac_pipeline.audit.lakehouse_sql import (
-    open_audit,
-    rows_of,
-)
+from dlac_pipeline.audit.lakehouse_sql import open_audit, rows_of
 from dlac_pipeline.extensions.auditors.queries import lock_to_lakehouse
 from dlac_pipeline.extensions.erasure.explain import explain_sql
 from dlac_pipeline.lakehouse.iceberg import own_rows

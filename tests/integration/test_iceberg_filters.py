@@ -8,15 +8,7 @@ from pyiceberg.io.pyarrow import schema_to_pyarrow
 from pyiceberg.partitioning import PartitionField, PartitionSpec
 from pyiceberg.schema import Schema
 from pyiceberg.transforms import IdentityTransform
-from pyiceberg.types import (
-    BooleanType,
-    DoubleType,
-    IntegerType,
-    LongType,
-    NestedField,
-    StringType,
-    StructType,
-)
+from pyiceberg.types import BooleanType, DoubleType, IntegerType, LongType, NestedField, StringType, StructType
 
 from dlac_pipeline.lakehouse.errors import NoSuchColumn, SpecInvalid
 from dlac_pipeline.lakehouse.filters.grammar import parse_filter
@@ -28,10 +20,7 @@ from tests.integration.iceberg_oracle import live_positions
 from tests.integration.iceberg_writer import HandTable
 
 SCHEMA = Schema(*optional_fields({"n": LongType(), "s": StringType(), "x": DoubleType(), "ok": BooleanType()}))
-SPECS = [
-    PartitionSpec(spec_id=0),
-    PartitionSpec(PartitionField(2, 1000, IdentityTransform(), "s"), spec_id=1),
-]
+SPECS = [PartitionSpec(spec_id=0), PartitionSpec(PartitionField(2, 1000, IdentityTransform(), "s"), spec_id=1)]
 
 
 def rows(numbers: list[int]) -> pa.Table:

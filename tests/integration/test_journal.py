@@ -150,8 +150,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
 
 
 @pytest.mark.parametrize(
-    "lose",
-    [lose if lose is lose_table else pytest.param(lose, marks=pytest.mark.slow) for lose in LOSSES],
+    "lose", [lose if lose is lose_table else pytest.param(lose, marks=pytest.mark.slow) for lose in LOSSES]
 )
 def test_ledger_is_rebuilt(trained: Arena, lose: Callable[[Arena], None]) -> None:
     """Each loss is detected. The rebuilt tables equal the lost ones row by row, a second rebuild changes nothing."""

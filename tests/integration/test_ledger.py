@@ -8,13 +8,7 @@ from dlac_pipeline.extensions.upkeep.upkeep import compact
 from dlac_pipeline.lakehouse.config import KEEP_SNAPSHOTS
 from dlac_pipeline.lakehouse.errors import Fenced, HeadMoved, NoSuchCheckpoint, RowsBetween, RunFinished, SteppedAside
 from dlac_pipeline.lakehouse.iceberg.connect import connect
-from dlac_pipeline.lakehouse.ledger.commits import (
-    Attempt,
-    claim,
-    commit_checkpoint,
-    finish,
-    quarantine,
-)
+from dlac_pipeline.lakehouse.ledger.commits import Attempt, claim, commit_checkpoint, finish, quarantine
 from dlac_pipeline.lakehouse.ledger.ledger import Append, Ledger, RunState
 from dlac_pipeline.lakehouse.ledger.run_rows import Fence, out_of, restorable_rows
 from dlac_pipeline.lakehouse.ledger.typed_rows import (
@@ -38,10 +32,7 @@ def claimed(ledger: Ledger, nonce: str = "n1", replaces: int = 0) -> Attempt:
 
 def checkpoint(ledger: Ledger, attempt: Attempt, name: str, parent: str | None) -> Fence:
     """Commit a checkpoint of one row and one advance. Return the fence after it."""
-    rows: list[LedgerRow] = [
-        CheckpointRow(checkpoint_id=name, parent=parent),
-        AdvanceRow(checkpoint_id=name),
-    ]
+    rows: list[LedgerRow] = [CheckpointRow(checkpoint_id=name, parent=parent), AdvanceRow(checkpoint_id=name)]
     return commit_checkpoint(ledger, attempt, checkpoint_id=name, parent=parent, rows=rows).fence
 
 

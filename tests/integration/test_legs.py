@@ -134,10 +134,7 @@ def test_checkpoint_before_claim_keeps_leg(arena: Arena, monkeypatch: pytest.Mon
         monkeypatch.undo()
         fence = ledger.state(run).fence
         leg = first_leg(spec, [make_plan(arena.lakehouse, spec.source)])
-        rows = [
-            CheckpointRow(checkpoint_id="c5", step=5),
-            LegRow(checkpoint_id="c5", leg=0, leg_json=leg.to_json()),
-        ]
+        rows = [CheckpointRow(checkpoint_id="c5", step=5), LegRow(checkpoint_id="c5", leg=0, leg_json=leg.to_json())]
         attempt = Attempt(run=run, number=fence.attempt, nonce=fence.nonce)
         commit_checkpoint(ledger, attempt, checkpoint_id="c5", parent=None, rows=rows)
         return real(ledger, run, **options)

@@ -129,13 +129,7 @@ def test_a_pin_says_what_it_is_for(lakehouse: Lakehouse) -> None:
     assert (found.plan_ids, found.uses, found.pinned_at) == ((), (), None)
 
 
-@pytest.mark.parametrize(
-    "one",
-    [
-        source(upcoming=[[P[1], 1]]),
-        {"deep": [{"deeper": {"plan_ids": [P[0], P[1]]}}]},
-    ],
-)
+@pytest.mark.parametrize("one", [source(upcoming=[[P[1], 1]]), {"deep": [{"deeper": {"plan_ids": [P[0], P[1]]}}]}])
 def test_plans_are_found_anywhere_in_a_leg(lakehouse: Lakehouse, one: dict[str, Any]) -> None:
     """Whatever the shape of a leg, the plans that it names need their pins."""
     plan(lakehouse, append(lakehouse), P[1])

@@ -202,11 +202,7 @@ def test_long_texts_are_bounded(arena: Arena, tmp_path: Path, greatest: str) -> 
 
 @pytest.mark.parametrize(
     ("folder", "key", "value"),
-    [
-        ("a%3Db=1%2F2", "a=b", "1/2"),
-        ("day=\u0663\u0664", "day", "\u0663\u0664"),
-        ("day=007", "day", 7),
-    ],
+    [("a%3Db=1%2F2", "a=b", "1/2"), ("day=\u0663\u0664", "day", "\u0663\u0664"), ("day=007", "day", 7)],
 )
 def test_partition_keys_are_decoded(arena: Arena, tmp_path: Path, folder: str, key: str, value: Any) -> None:
     """An encoded character is part of a key or a value. Only digits of ASCII make a number."""

@@ -14,12 +14,7 @@ from pyiceberg.transforms import IdentityTransform
 from pyiceberg.types import DateType, IcebergType, IntegerType, LongType, NestedField, StringType, TimestampType
 
 from dlac_pipeline.extensions.dataset import DlacDataset, open_dataset
-from dlac_pipeline.lakehouse.errors import (
-    DataFileUnreadable,
-    NoSuchColumn,
-    NoSuchSnapshot,
-    UnsupportedColumn,
-)
+from dlac_pipeline.lakehouse.errors import DataFileUnreadable, NoSuchColumn, NoSuchSnapshot, UnsupportedColumn
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.iceberg.snapshots import snapshot_of
 from dlac_pipeline.lakehouse.ledger.plans import get_plan

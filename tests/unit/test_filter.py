@@ -105,15 +105,7 @@ def test_literals_compare_by_value(text: str, rows: list[int]) -> None:
     assert rows_of(text) == rows
 
 
-@pytest.mark.parametrize(
-    ("text", "rows"),
-    [
-        ("x = 0", [0, 1]),
-        ("n is nan", []),
-        ("f = 0.1", [0]),
-        ("f = 'inf'", [3]),
-    ],
-)
+@pytest.mark.parametrize(("text", "rows"), [("x = 0", [0, 1]), ("n is nan", []), ("f = 0.1", [0]), ("f = 'inf'", [3])])
 def test_floats_compare_by_ieee(text: str, rows: list[int]) -> None:
     """NaN equals nothing and has no order, -0.0 equals 0.0, and null is neither NaN nor a number."""
     assert rows_of(text) == rows
@@ -204,11 +196,7 @@ def test_long_filters_bind() -> None:
 
 @pytest.mark.parametrize(
     ("text", "advice"),
-    [
-        ("colour = 'red'", "name one of these"),
-        ("st.z = 1", "did you mean 'st.b'?"),
-        ("N = 1", "did you mean 'n'?"),
-    ],
+    [("colour = 'red'", "name one of these"), ("st.z = 1", "did you mean 'st.b'?"), ("N = 1", "did you mean 'n'?")],
 )
 def test_unknown_columns_are_named(text: str, advice: str) -> None:
     """A name must be a column's or a struct field's. The closest one is named, whatever the case of its letters."""

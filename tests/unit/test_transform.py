@@ -222,14 +222,7 @@ def test_transform_makes_documents() -> None:
     assert documents.rows.ends.tolist() == [3, 10]
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pa.list_(pa.int8()),
-        pa.large_list(pa.int64()),
-        pa.list_(pa.int32(), 2),
-    ],
-)
+@pytest.mark.parametrize("kind", [pa.list_(pa.int8()), pa.large_list(pa.int64()), pa.list_(pa.int32(), 2)])
 @pytest.mark.parametrize("chunked", [True, False])
 def test_lists_of_any_integers_are_tokens(kind: pa.DataType, chunked: bool) -> None:
     """Chunks, offsets and widths do not matter. An empty list is filtered and gets no frame."""

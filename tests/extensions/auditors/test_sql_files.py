@@ -94,12 +94,7 @@ WRITES = [
     "ATTACH 'TARGET'",
     "CALL enable_logging(storage = 'file', storage_path = 'TARGET')",
 ]
-COMMANDED = [
-    "FROM read_text('/etc/passwd')",
-    "SELECT getenv('HOME')",
-    "FROM lakehouse",
-    "ATTACH 'TARGET'",
-]
+COMMANDED = ["FROM read_text('/etc/passwd')", "SELECT getenv('HOME')", "FROM lakehouse", "ATTACH 'TARGET'"]
 """One query of each way to be refused, for the command itself."""
 QUESTIONS = [
     "FROM checkpoints",

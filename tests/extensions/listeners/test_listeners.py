@@ -11,13 +11,7 @@ import pytest
 
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow
 from tests.conftest import Arena, Launch
-from tests.extensions.listeners.listening import (
-    Receiver,
-    read_events,
-    read_wandb_run,
-    running_receiver,
-    with_listeners,
-)
+from tests.extensions.listeners.listening import Receiver, read_events, read_wandb_run, running_receiver, with_listeners
 from tests.launched_nodes import job, train_together
 
 DAGSTER_RUN = "0f2c8a52-4f6e-4bd2-8ad5-1d2b8c7c4f3e"
