@@ -8,24 +8,9 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from pyiceberg import types as ice
 from pyiceberg.schema import Schema
 from pyiceberg.transforms import DayTransform, MonthTransform, TruncateTransform
-from pyiceberg.types import (
-    BinaryType,
-    BooleanType,
-    DateType,
-    DecimalType,
-    DoubleType,
-    FloatType,
-    IcebergType,
-    ListType,
-    LongType,
-    StringType,
-    StructType,
-    TimestampType,
-    TimestamptzType,
-    UUIDType,
-)
 
 from dlac_pipeline.lakehouse.errors import NoSuchColumn, SpecInvalid
 from dlac_pipeline.lakehouse.filters.conditions import Combination, IsAmong
@@ -43,25 +28,25 @@ TIMES = [
     dt.datetime(9999, 12, 31),
 ]
 PRICES = [Decimal("0.10"), Decimal("1.50"), Decimal("-1.50"), Decimal("9999999.99")]
-COLUMNS: dict[str, tuple[IcebergType, list[Any]]] = {
-    "n": (LongType(), [1, 2, 2**63 - 1, -(2**63), None]),
-    "x": (DoubleType(), [0.0, -0.0, NAN, 0.1, None]),
-    "f": (FloatType(), [0.1, NAN, 3.4028234663852886e38, float("inf"), None]),
-    "ok": (BooleanType(), [True, False, True, False, None]),
-    "s": (StringType(), ["a", "a_b", "axb", "a%", None]),
-    "raw": (BinaryType(), [b"a", b"\xff", b"", b"ab", None]),
-    "key": (UUIDType(), [uuid.UUID(int=n).bytes for n in range(4)] + [None]),
-    "day": (DateType(), [*DAYS, None]),
-    "ts": (TimestampType(), [*TIMES, None]),
-    "tz": (TimestamptzType(), [*(time.replace(tzinfo=dt.UTC) for time in TIMES), None]),
-    "price": (DecimalType(9, 2), [*PRICES, None]),
-    "a.b": (LongType(), [1, 2, 3, 4, None]),
+COLUMNS: dict[str, tuple[ice.IcebergType, list[Any]]] = {
+    "n": (ice.LongType(), [1, 2, 2**63 - 1, -(2**63), None]),
+    "x": (ice.DoubleType(), [0.0, -0.0, NAN, 0.1, None]),
+    "f": (ice.FloatType(), [0.1, NAN, 3.4028234663852886e38, float("inf"), None]),
+    "ok": (ice.BooleanType(), [True, False, True, False, None]),
+    "s": (ice.StringType(), ["a", "a_b", "axb", "a%", None]),
+    "raw": (ice.BinaryType(), [b"a", b"\xff", b"", b"ab", None]),
+    "key": (ice.UUIDType(), [uuid.UUID(int=n).bytes for n in range(4)] + [None]),
+    "day": (ice.DateType(), [*DAYS, None]),
+    "ts": (ice.TimestampType(), [*TIMES, None]),
+    "tz": (ice.TimestamptzType(), [*(time.replace(tzinfo=dt.UTC) for time in TIMES), None]),
+    "price": (ice.DecimalType(9, 2), [*PRICES, None]),
+    "a.b": (ice.LongType(), [1, 2, 3, 4, None]),
 }  # fmt: skip
-STRUCT = StructType(*optional_fields({"b": LongType(), "c.d": LongType()}, first_id=101))
+STRUCT = ice.StructType(*optional_fields({"b": ice.LongType(), "c.d": ice.LongType()}, first_id=101))
 SCHEMA = Schema(
     *optional_fields({name: kind for name, (kind, _) in COLUMNS.items()}),
     *optional_fields({"st": STRUCT}, first_id=100),
-    *optional_fields({"list": ListType(104, LongType(), element_required=False)}, first_id=103),
+    *optional_fields({"list": ice.ListType(104, ice.LongType(), element_required=False)}, first_id=103),
 )
 TABLE = pa.table(
     {
@@ -210,15 +195,15 @@ def test_truncated_extremes_are_kept() -> None:
     condition = parse_filter("n < 0", SCHEMA)
     least = -(2**63)
     for stored in (least - least % 10, least - least % 10 + 2**64):
-        assert condition.may_be_true({1: of_partition(TruncateTransform(10), LongType(), stored)})
-    assert not condition.may_be_true({1: of_partition(TruncateTransform(10), LongType(), 10)})
-    assert condition.must_be_true({1: of_partition(TruncateTransform(10), LongType(), -20)})
+        assert condition.may_be_true({1: of_partition(TruncateTransform(10), ice.LongType(), stored)})
+    assert not condition.may_be_true({1: of_partition(TruncateTransform(10), ice.LongType(), 10)})
+    assert condition.must_be_true({1: of_partition(TruncateTransform(10), ice.LongType(), -20)})
 
 
 def test_partitions_prove_times() -> None:
     """Before 1970 a partition may hold rows of the earlier unit, as some engines round. After 1970 it may not."""
     condition = parse_filter("ts < '1970-01-01'", SCHEMA)
     for transform in (DayTransform[Any](), MonthTransform[Any]()):
-        known = {value: {9: of_partition(transform, TimestampType(), value)} for value in (-2, 0, 1)}
+        known = {value: {9: of_partition(transform, ice.TimestampType(), value)} for value in (-2, 0, 1)}
         assert [condition.may_be_true(known[value]) for value in (-2, 0, 1)] == [True, True, False]
         assert [condition.must_be_true(known[value]) for value in (-2, 0, 1)] == [True, False, False]
