@@ -13,14 +13,7 @@ from dlac_pipeline.extensions.kept_checkpoints.tags import name_checkpoint
 from dlac_pipeline.extensions.look.run_state import run_status
 from dlac_pipeline.extensions.rebuild.rebuild import Rebuilt, rebuild_ledger
 from dlac_pipeline.extensions.upkeep.upkeep import run_upkeep
-from dlac_pipeline.lakehouse.errors import (
-    BadInput,
-    DlacError,
-    LedgerError,
-    LedgerOlderThanStore,
-    NoSuchLakehouse,
-    RunBusy,
-)
+from dlac_pipeline.lakehouse import errors
 from dlac_pipeline.lakehouse.iceberg import own_rows
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.lakehouse.ledger import journal as journals
@@ -159,7 +152,8 @@ def test_ledger_is_rebuilt(trained: Arena, lose: Callable[[Arena], None]) -> Non
     lost = files - files_of(trained)
     for look in (run_status, audit_run):
         with pytest.raises(
-            NoSuchLakehouse if lose is lose_catalog else DlacError, match=r"dlac (ledger rebuild|train SPEC)"
+            errors.NoSuchLakehouse if lose is lose_catalog else errors.DlacError,
+            match=r"dlac (ledger rebuild|train SPEC)",
         ):
             look_anew(trained, look)
     damaged = files_of(trained)
@@ -249,7 +243,7 @@ def test_lost_manifest_is_reported(trained: Arena) -> None:
     problems = {run.run: run.problem for run in rebuild(trained).runs}
     assert problems["other"] == ""
     assert "no manifest restores it" in problems["r"]
-    with pytest.raises(LedgerOlderThanStore, match="newest step is 70, while step 80"):
+    with pytest.raises(errors.LedgerOlderThanStore, match="newest step is 70, while step 80"):
         look_anew(trained, run_status)
     for path, content in kept.items():
         path.write_bytes(content)
@@ -291,7 +285,7 @@ def test_damaged_table_needs_whole_journal(trained: Arena) -> None:
     entry.unlink()
     lose_manifest_of(trained, "other", 5)
     damaged = files_of(trained)
-    with pytest.raises(LedgerError, match=r"rows of the damaged ledger in the journal .*; nothing was changed"):
+    with pytest.raises(errors.LedgerError, match=r"rows of the damaged ledger in the journal .*; nothing was changed"):
         rebuild(trained)
     assert files_of(trained) == damaged
     entry.write_bytes(content)
@@ -305,7 +299,7 @@ def test_live_launch_refuses_rebuild(trained: Arena, tmp_path: Path) -> None:
     copy = shutil.copytree(journal_of(trained), tmp_path / "copy")
     lose_hour(trained)
     local = str(trained.home / "checkpoints")
-    with run_lock(local, "r", wait_s=0, takeover=False), pytest.raises(RunBusy, match="nothing was changed"):
+    with run_lock(local, "r", wait_s=0, takeover=False), pytest.raises(errors.RunBusy, match="nothing was changed"):
         rebuild(trained)
     rebuild(trained, journal=copy.as_uri())
     assert rows_of(trained) == before
@@ -315,9 +309,9 @@ def test_wrong_journal_is_refused(trained: Arena, tmp_path: Path) -> None:
     """An address without entries is named, and nothing is changed: neither a lost nor a whole ledger."""
     before = files_of(trained)
     for address in (str(tmp_path), str(tmp_path / "missing")):
-        with pytest.raises(BadInput, match=rf"expected entries .* in '{address}', found none.*--journal"):
+        with pytest.raises(errors.BadInput, match=rf"expected entries .* in '{address}', found none.*--journal"):
             rebuild(trained, journal=address)
-    with pytest.raises(BadInput, match=r"expected entries .* found none"):
+    with pytest.raises(errors.BadInput, match=r"expected entries .* found none"):
         rebuild_ledger(connect(trained.config.at_home(tmp_path), damaged=True))
     assert files_of(trained) == before
     assert not rebuild(trained, dry_run=True).runs[0].missing
