@@ -166,15 +166,10 @@ def _of_options(script: str) -> Iterator[BadInput]:
 
 
 _WRONG_ARGUMENTS = [
-    ["nope"],
-    ["status", FINISHED, "--home", "/dev/null/x"],
-    ["rewind", FINISHED, "--to-step", "99999"],
-    ["fork", FINISHED, "--as", FINISHED],
-    ["sql", "SELECT * FROM nope"],
-    ["sql", "CREATE TABLE x AS SELECT * FROM '/etc/passwd'"],
-    ["checkpoint", "identify", "missing.safetensors"],
-    ["checkpoint", "adopt", "spec.yaml", "missing"],
-    ["logs", FINISHED, "--rank", "99"],
+    *(["nope"], ["status", FINISHED, "--home", "/dev/null/x"], ["rewind", FINISHED, "--to-step", "99999"]),
+    *(["fork", FINISHED, "--as", FINISHED], ["sql", "SELECT * FROM nope"]),
+    *(["sql", "CREATE TABLE x AS SELECT * FROM '/etc/passwd'"], ["checkpoint", "identify", "missing.safetensors"]),
+    *(["checkpoint", "adopt", "spec.yaml", "missing"], ["logs", FINISHED, "--rank", "99"]),
 ]
 
 

@@ -20,11 +20,7 @@ def test_run_resumes_with_other_world_size(campaign: Arena, engine: str, world_s
     """A run that resumes with more or fewer ranks has the same rows. Its losses differ by rounding only."""
     program = {"torch": "train_tiny.py", "dcp": "train_fsdp2.py"}.get(engine, "train_deepspeed.py")
     settings = {
-        "stage": engine[-1],
-        "dropout": 0,
-        "noise": 0,
-        "passes": 1,
-        "steps": 40,
+        **{"stage": engine[-1], "dropout": 0, "noise": 0, "passes": 1, "steps": 40},
         "env": {"DS_ACCELERATOR": "cpu"},
     }
     whole = f"{engine}-not-resized-{world_sizes[0]}"

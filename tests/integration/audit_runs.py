@@ -283,15 +283,8 @@ def plain(shop: Workshop) -> None:
 
 
 TABLES: dict[Callable[[Workshop], None], tuple[str, ...]] = {
-    mixed: ("a", "b"),
-    packed: ("da", "db"),
-    transformed: ("tr",),
-    followed: ("f",),
-    followed_packed: ("fp",),
-    excluded: ("e",),
-    emptied: ("m", "mt"),
-    endless: ("n",),
-    plain: ("p",),
+    **{mixed: ("a", "b"), packed: ("da", "db"), transformed: ("tr",), followed: ("f",), followed_packed: ("fp",)},
+    **{excluded: ("e",), emptied: ("m", "mt"), endless: ("n",), plain: ("p",)},
 }
 """What trains a run of each kind, and the tables that it makes."""
 KINDS = {train.__name__: train for train in TABLES}

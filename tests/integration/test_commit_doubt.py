@@ -1,5 +1,6 @@
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from pyiceberg.catalog.sql import SqlCatalog
@@ -37,12 +38,12 @@ def checkpoint(ledger: Ledger, name: str, parent: str | None = None) -> RunState
     return commit_checkpoint(ledger, attempt, checkpoint_id=name, parent=parent, rows=rows)
 
 
-def check_readable(lakehouse: Lakehouse) -> None:
-    """Every retained snapshot of the ledger can be read, and the table takes another append."""
+def check_readable(lakehouse: Lakehouse, claimed: str = "another") -> None:
+    """Check that the ledger takes another append, and that every retained snapshot can be read."""
+    claim(Ledger(lakehouse), claimed, nonce="x", replaces=0)
     table = lakehouse.own("consumption")
     for snapshot in table.snapshots():
         table.scan(snapshot_id=snapshot.snapshot_id).to_arrow()
-    claim(Ledger(lakehouse), "another", nonce="x", replaces=0)
 
 
 def once(monkeypatch: pytest.MonkeyPatch, faulty: Callable[[Commit, Any], CommitTableResponse]) -> None:
@@ -107,12 +108,8 @@ def test_landed_append_is_no_conflict(ledger: Ledger, monkeypatch: pytest.Monkey
 
 def test_refused_append_is_a_conflict(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     """An append that did not land fails as a conflict."""
-
-    def refused(commit: Commit, request: Any) -> CommitTableResponse:
-        raise CommitFailedException("another commit was first")
-
     table = ledger.lakehouse.own("plans")
-    once(monkeypatch, refused)
+    once(monkeypatch, Mock(side_effect=CommitFailedException("another commit was first")))
     with pytest.raises(CommitConflict, match="did not land"):
         table.append(table.scan().to_arrow())
     assert ledger.lakehouse.own("plans").current_snapshot() is None
@@ -136,10 +133,7 @@ def test_expired_commit_is_recognized(ledger: Ledger, monkeypatch: pytest.Monkey
     once(monkeypatch, landed_long_ago)
     assert checkpoint(ledger, "a").fence == Fence(attempt=1, nonce="n1", seq=2, head="a")
     assert len(ledger.rows(RUN, kinds=(CheckpointRow,))) == 1
-    claim(ledger, "third", nonce="y", replaces=0)
-    table = ledger.lakehouse.own("consumption")
-    for snapshot in table.snapshots():
-        table.scan(snapshot_id=snapshot.snapshot_id).to_arrow()
+    check_readable(ledger.lakehouse, "third")
 
 
 @pytest.mark.parametrize("is_new", [True, False])
@@ -188,10 +182,7 @@ def test_zombie_before_commit_is_fenced(ledger: Ledger, monkeypatch: pytest.Monk
 
 def test_long_outage_leaves_unknown_outcome(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     """After its deadline the append stops, and reports that the rows will show the outcome."""
-
-    def away(self: SqlCatalog, *request: Any) -> CommitTableResponse:
-        raise OperationalError("UPDATE", {}, Exception("no route to host"))
-
-    monkeypatch.setattr(SqlCatalog, "commit_table", away)
+    away = OperationalError("UPDATE", {}, Exception("no route to host"))
+    monkeypatch.setattr(SqlCatalog, "commit_table", Mock(side_effect=away))
     with pytest.raises(CommitOutcomeUnknown, match="no route to host"):
         checkpoint(Ledger(ledger.lakehouse, deadline_s=0.5), "a")

@@ -77,9 +77,8 @@ def test_what_cannot_be_exported_is_refused(arena: Arena) -> None:
     spec = arena.spec("r", world_size=1, passes=1)
     arena.train(spec, until=15)
     tiers, out = tiers_of(spec), arena.home / "weights"
-    name_checkpoint(
-        Ledger(arena.lakehouse), "r", f"export:{socket.gethostname()}:{out}"
-    )  # as a killed export leaves it
+    # as a killed export leaves it
+    name_checkpoint(Ledger(arena.lakehouse), "r", f"export:{socket.gethostname()}:{out}")
     with pytest.raises(CheckpointError, match=r"named 'student' in the checkpoint, found \['model'\]"):
         export_weights(arena.lakehouse, tiers, out, part="student")
     with pytest.raises(NoSuchCheckpoint, match=r"at step 20 that is kept, found those of steps \[10\]"):

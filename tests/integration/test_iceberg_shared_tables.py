@@ -10,6 +10,7 @@ from pyiceberg.table import StaticTable, Table
 from dlac_pipeline.lakehouse.iceberg.columns import FileColumns, name_mapping_of
 from dlac_pipeline.lakehouse.iceberg.data_files import live_files, snapshot_schema
 from dlac_pipeline.lakehouse.iceberg.row_groups import row_groups_of
+from dlac_pipeline.lakehouse.iceberg.snapshots import snapshot_of
 from tests.integration.iceberg_oracle import live_positions, oracle
 from tests.integration.iceberg_writer import Written
 
@@ -52,8 +53,7 @@ def opened(name: str, monkeypatch: pytest.MonkeyPatch) -> Table:
 
 def written(table: Table) -> list[Written]:
     """The files of the current snapshot as pyiceberg's manifest reader lists them."""
-    snapshot = table.current_snapshot()
-    assert snapshot is not None
+    snapshot = snapshot_of(table, None)
     found = []
     for manifest in snapshot.manifests(table.io):
         for entry in manifest.fetch_manifest_entry(table.io):
@@ -75,25 +75,17 @@ def written(table: Table) -> list[Written]:
 
 def live_rows(table: Table) -> pa.Table:
     """All live rows, as a reader gets them: planned, read, aligned."""
-    snapshot = table.current_snapshot()
-    assert snapshot is not None
+    snapshot = snapshot_of(table, None)
     schema = snapshot_schema(table, snapshot.snapshot_id)
     files = {one.path: one for one in live_files(table, snapshot.snapshot_id)}
     parts = []
     for path, positions in live_positions(row_groups_of(table, snapshot.snapshot_id, "")).items():
         parquet = pq.ParquetFile(path)
-        columns = FileColumns.of(
-            parquet.schema_arrow,
-            schema,
-            [one.name for one in schema.fields],
-            name_mapping=name_mapping_of(table),
-            partition_values=files[path].partition_values,
-        )
-        parts.append(
-            columns.align(parquet.read(columns=columns.in_file), parquet.metadata.num_rows).take(
-                pa.array(positions, pa.int64())
-            )
-        )
+        names, values = [one.name for one in schema.fields], files[path].partition_values
+        mapping = name_mapping_of(table)
+        columns = FileColumns.of(parquet.schema_arrow, schema, names, name_mapping=mapping, partition_values=values)
+        rows = columns.align(parquet.read(columns=columns.in_file), parquet.metadata.num_rows)
+        parts.append(rows.take(pa.array(positions, pa.int64())))
     return pa.concat_tables(parts)
 
 
@@ -102,8 +94,7 @@ def test_live_rows_are_those_that_duckdb_finds(name: str, monkeypatch: pytest.Mo
     """The count of the table's README, DuckDB's anti joins, and one hash over all rows agree."""
     table, (_, _, count, rows) = opened(name, monkeypatch), CASES[name]
     live = oracle(written(table))
-    snapshot = table.current_snapshot()
-    assert snapshot is not None
+    snapshot = snapshot_of(table, None)
     assert live_positions(row_groups_of(table, snapshot.snapshot_id, "")) == live
     assert sum(map(len, live.values())) == count
     ours = live_rows(table)
@@ -159,8 +150,7 @@ def test_filters_leave_what_duckdb_leaves(
 ) -> None:
     """The same predicate in SQL finds as many rows; as an exclusion it leaves those for which it is not true."""
     table = opened(name, monkeypatch)
-    snapshot = table.current_snapshot()
-    assert snapshot is not None
+    snapshot = snapshot_of(table, None)
     rows = live_rows(table)
     with duckdb.connect() as connection:
         connection.register("rows", rows)

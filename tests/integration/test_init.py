@@ -71,16 +71,8 @@ _CHOSEN = {
     "times": (["day", "x"], "train.py reads day, x of lake.times"),
 }
 _FILES = (
-    "assets/__init__.py",
-    "assets/my_run/defs.yaml",
-    "catalog/__init__.py",
-    "dagster.yaml",
-    "dg.toml",
-    "job.toml",
-    "jobs/__init__.py",
-    "jobs/definitions.py",
-    "train.py",
-    "workspace.yaml",
+    *("assets/__init__.py", "assets/my_run/defs.yaml", "catalog/__init__.py", "dagster.yaml", "dg.toml"),
+    *("job.toml", "jobs/__init__.py", "jobs/definitions.py", "train.py", "workspace.yaml"),
 )
 
 
@@ -257,12 +249,8 @@ def test_lakehouse_is_found_from_below(folder: Path, here: Command, monkeypatch:
 @pytest.mark.parametrize(
     "command",
     [
-        "train job.toml",
-        "table register points numbers",
-        "table register lake.points numbers --dry-run",
-        "init empty --into project",
-        "chaos job.toml --kill rank@step=3 --steps 9",
-        "runs",
+        *("train job.toml", "table register points numbers", "table register lake.points numbers --dry-run"),
+        *("init empty --into project", "chaos job.toml --kill rank@step=3 --steps 9", "runs"),
     ],
 )
 def test_failed_command_leaves_no_lakehouse(folder: Path, here: Command, command: str) -> None:

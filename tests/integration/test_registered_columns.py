@@ -140,12 +140,8 @@ def test_unfit_columns_are_left_out(arena: Arena, tmp_path: Path) -> None:
     """Columns that Iceberg cannot have are left out, each with its reason and file. One that is all null waits for a type."""
     unfit = pa.Table.from_arrays(
         [
-            pa.array([0]),
-            pa.array([1]),
-            pa.array([2]),
-            pa.array([3], pa.uint64()),
-            pa.array([4], pa.duration("s")),
-            pa.nulls(1),
+            *(pa.array([0]), pa.array([1]), pa.array([2]), pa.array([3], pa.uint64())),
+            *(pa.array([4], pa.duration("s")), pa.nulls(1)),
         ],
         names=["row_id", "twice", "twice", "wide", "lasts", "later"],
     )

@@ -16,20 +16,10 @@ from dlac_pipeline.rows.columns import ColumnKind, check_names, kinds_of, to_col
 
 LONGS = ice.ListType(100, ice.LongType(), element_required=False)
 TYPES: dict[str, ice.IcebergType] = {
-    "flag": ice.BooleanType(),
-    "small": ice.IntegerType(),
-    "big": ice.LongType(),
-    "real": ice.DoubleType(),
-    "day": ice.DateType(),
-    "clock": ice.TimeType(),
-    "instant": ice.TimestamptzType(),
-    "four": ice.FixedType(4),
-    "key": ice.UUIDType(),
-    "text": ice.StringType(),
-    "blob": ice.BinaryType(),
-    "tokens": LONGS,
-    "price": ice.DecimalType(9, 2),
-    "pair": ice.StructType(ice.NestedField(200, "a", ice.LongType())),
+    **{"flag": ice.BooleanType(), "small": ice.IntegerType(), "big": ice.LongType(), "real": ice.DoubleType()},
+    **{"day": ice.DateType(), "clock": ice.TimeType(), "instant": ice.TimestamptzType(), "four": ice.FixedType(4)},
+    **{"key": ice.UUIDType(), "text": ice.StringType(), "blob": ice.BinaryType(), "tokens": LONGS},
+    **{"price": ice.DecimalType(9, 2), "pair": ice.StructType(ice.NestedField(200, "a", ice.LongType()))},
     "words": ice.ListType(101, ice.StringType(), element_required=False),
 }
 SCHEMA = Schema(

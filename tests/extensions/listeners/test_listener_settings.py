@@ -20,18 +20,9 @@ pytestmark = pytest.mark.usefixtures("only_this_process")
 
 ENDED = events.AttemptEnded(run="r", attempt=1, at=0.0, ending="finished", reason="", step=9)
 CLAIMED = {
-    "event": "claimed",
-    "at": 1.0,
-    "attempt": 1,
-    "step": 0,
-    "head_step": 0,
-    "resumed_from": None,
-    "branch": 1,
-    "went_back": [],
-    "tables": [{"name": "src.t", "table": "src.t", "snapshot_id": 5, "rows": 100}],
-    "world_size": 2,
-    "nodes": 1,
-    "ledger": "u",
+    **{"event": "claimed", "at": 1.0, "attempt": 1, "step": 0, "head_step": 0, "resumed_from": None, "branch": 1},
+    **{"went_back": [], "tables": [{"name": "src.t", "table": "src.t", "snapshot_id": 5, "rows": 100}]},
+    **{"world_size": 2, "nodes": 1, "ledger": "u"},
 }
 
 

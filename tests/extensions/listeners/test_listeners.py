@@ -81,12 +81,7 @@ def test_other_listeners_receive_all_events(listened: Listened) -> None:
     events = listened.recorded
     kinds = [each["kind"] for each in events if each["kind"] != "ProgressMade"]
     assert [kind for kind in kinds if kind != "CheckpointCommitted"] == [
-        "AttemptStarted",
-        "AttemptEnded",
-        "AttemptStarted",
-        "RecoveryEnded",
-        "AttemptEnded",
-        "closed",
+        *("AttemptStarted", "AttemptEnded", "AttemptStarted", "RecoveryEnded", "AttemptEnded", "closed"),
     ]
     first, second = (each for each in events if each["kind"] == "AttemptStarted")
     (table,) = first["tables"]

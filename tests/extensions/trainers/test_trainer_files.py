@@ -31,11 +31,7 @@ transformers: Any = pytest.importorskip("transformers")
 _TRAINERS = Path(__file__).parents[3] / "examples" / "trainers"
 _STEPS = 125
 POINTS: dict[str, Any] = {
-    "table": "src.points",
-    "columns": ["x", "y"],
-    "batch_size": 160,
-    "passes": 1,
-    "every_steps": 5,
+    **{"table": "src.points", "columns": ["x", "y"], "batch_size": 160, "passes": 1, "every_steps": 5},
 }
 
 
