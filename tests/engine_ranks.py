@@ -43,14 +43,8 @@ def run_ranks(count: int, dump: Path, **request: Any) -> RankResults:
 
 def run_program(count: int, *command: str, **environment: str) -> RankResults:
     """Run a program of Python with `count` ranks to its end."""
-    common = {
-        "WORLD_SIZE": str(count),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(own_port()),
-        "DS_ACCELERATOR": "cpu",
-        "OMP_NUM_THREADS": "1",
-        **environment,
-    }
+    common = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(own_port())}
+    common |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", **environment}
     ranks = [
         Forked(
             [sys.executable, *command],
@@ -83,15 +77,8 @@ class Saved:
     def load(self, world_size: int) -> RankResults:
         """Load it with `world_size` ranks."""
         dump = self.folder.parent / f"loaded-{world_size}.pt"
-        return run_ranks(
-            world_size,
-            dump,
-            do="load",
-            folder=self.folder,
-            saved_world_size=self.world_size,
-            after=STEPS,
-            **self.request,
-        )
+        saved = {"folder": self.folder, "saved_world_size": self.world_size, "after": STEPS}
+        return run_ranks(world_size, dump, do="load", **saved, **self.request)
 
 
 def save(home: Path, world_size: int, *, writer: str = "direct", **request: Any) -> Saved:

@@ -47,13 +47,8 @@ def test_run_resumes_with_other_world_size(campaign: Arena, engine: str, world_s
 def test_replays_continue_with_other_ranks(arena: Arena) -> None:
     """After a death in a replay, other ranks resume from memory. Each skipped step is replayed once, with its rows in order."""
     arena.table(appends=(640,))
-    settings: dict[str, Any] = {
-        "passes": 1,
-        "skips": "3,9,20,22",
-        "on_skipped": "replay",
-        "memory": "/dev/shm",
-        "memory_every_steps": 1,
-    }
+    settings: dict[str, Any] = {"passes": 1, "memory": "/dev/shm", "memory_every_steps": 1}
+    settings |= {"skips": "3,9,20,22", "on_skipped": "replay"}
     dying: dict[str, Any] = {"dies_at": 23, "deaths_at_same_rows": 0, "attempts_without_progress": 1}
     first = arena.launch(arena.spec("r", **settings, **dying))
     assert first.wait() == NoProgress.exit_code, first.stderr

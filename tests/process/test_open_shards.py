@@ -128,14 +128,7 @@ def test_first_shard_format_is_loaded(tmp_path: Path, world_size: int) -> None:
     """Parameters, optimizer, groups, buffers and schedule are as version 0.1 saved them, bit for bit."""
     with tarfile.open(OLDER) as archive:
         archive.extractall(tmp_path, filter="data")
-    loaded = run_ranks(
-        world_size,
-        tmp_path / "loaded.pt",
-        do="load",
-        engine="fsdp2",
-        folder=tmp_path / "checkpoint",
-        saved_world_size=2,
-        after=3,
-    )
+    saved = {"engine": "fsdp2", "folder": tmp_path / "checkpoint", "saved_world_size": 2, "after": 3}
+    loaded = run_ranks(world_size, tmp_path / "loaded.pt", do="load", **saved)
     assert not any(loaded.codes), loaded.stderr
     assert_same(loaded.state, torch.load(tmp_path / "saved.pt", weights_only=False))

@@ -15,42 +15,18 @@ from dlac_pipeline.lakehouse.ledger import typed_rows
 from dlac_pipeline.lakehouse.ledger.arrow_rows import parse_columns, parse_rows
 from dlac_pipeline.lakehouse.ledger.schemas import CONSUMPTION
 
-COMMITTED: dict[str, Any] = {
-    "run": "r",
-    "attempt": 2,
-    "nonce": "ab",
-    "head_after": "c1",
-    "committed_at": datetime(2026, 1, 2, tzinfo=UTC),
+MOMENT = datetime(2026, 1, 2, tzinfo=UTC)
+COMMITTED: dict[str, Any] = {"run": "r", "attempt": 2, "nonce": "ab", "head_after": "c1", "committed_at": MOMENT}
+CHECKPOINT: dict[str, Any] = {
+    **{"checkpoint_id": "c1", "parent": "c0", "step": 5, "leg": 1, "world_size": 2, "manifest_uri": "file:///m"},
+    **{"losses": [0.5, 0.25], "bytes": 7, "phases": {"stall": 0.5}, "nodes": ["n1"], "adopted": "/w", "reason": "auto"},
+    **{"rank_nodes": [typed_rows.NodeRanks(node="n1", ranks=2)], "interval_s": 3.5, "why": "as set", "total_steps": 9},
 }
+LEFT_OUT: dict[str, Any] = {"filtered": [1], "quarantined": [2], "quarantine_reasons": ["bad"]}
+EXCLUDED = [typed_rows.Exclusion(source=0, where="a = 1")]
 ROWS: list[typed_rows.LedgerRow] = [
-    typed_rows.CheckpointRow(
-        **COMMITTED,
-        checkpoint_id="c1",
-        parent="c0",
-        step=5,
-        leg=1,
-        world_size=2,
-        manifest_uri="file:///m",
-        losses=[0.5, 0.25],
-        bytes=7,
-        phases={"stall": 0.5},
-        nodes=["n1"],
-        rank_nodes=[typed_rows.NodeRanks(node="n1", ranks=2)],
-        adopted="/w",
-        reason="auto",
-        interval_s=3.5,
-        why="as the spec says",
-        total_steps=9,
-    ),
-    typed_rows.AdvanceRow(
-        **COMMITTED,
-        checkpoint_id="c1",
-        position_end=9,
-        rows_consumed=5,
-        filtered=[1],
-        quarantined=[2],
-        quarantine_reasons=["bad"],
-    ),
+    typed_rows.CheckpointRow(**COMMITTED, **CHECKPOINT),
+    typed_rows.AdvanceRow(**COMMITTED, checkpoint_id="c1", position_end=9, rows_consumed=5, **LEFT_OUT),
     typed_rows.ClaimRow(**COMMITTED, replaces=1, host="n1", local="/l", store="/s", marks_commits=True, plan_ids=["p"]),
     typed_rows.ClaimRow(
         **COMMITTED, purpose="rewinds", planned=[typed_rows.PlannedSnapshot(table_uuid="u", snapshot_id=3)]
@@ -72,14 +48,7 @@ ROWS: list[typed_rows.LedgerRow] = [
     typed_rows.ExportRow(**COMMITTED, checkpoint_id="c0", digest="d", bytes=3, file="w", part="model"),
     typed_rows.VerifyRow(**COMMITTED, checkpoint_id="c0", verification="v", problem="a flipped bit"),
     typed_rows.VerifyRow(**COMMITTED, checkpoint_id="c0", verification="v"),
-    typed_rows.RewindRow(
-        **COMMITTED,
-        step=3,
-        left_checkpoint="c1",
-        left_step=5,
-        exclude=[typed_rows.Exclusion(source=0, where="a = 1")],
-        why="spike",
-    ),
+    typed_rows.RewindRow(**COMMITTED, step=3, left_checkpoint="c1", left_step=5, exclude=EXCLUDED, why="spike"),
     typed_rows.ForkRow(**COMMITTED, checkpoint_id="c1", parent_run="p", parent_checkpoint="c", parent_step=4),
     typed_rows.FinishRow(**COMMITTED, step=5),
     typed_rows.ReplayRow(**COMMITTED, checkpoint_id="c1", key_group=1, position_end=4, first_step=5, last_step=5),

@@ -14,7 +14,8 @@ from dlac_pipeline.lakehouse.errors import ClusterRefused
 from dlac_pipeline.spec.job_spec import parse_spec
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.supervisor import Outcome
-from tests.conftest import Arena, Steps, wait_until
+from tests.conftest import Arena, wait_until
+from tests.extensions.clusters.cluster import check_exact
 from tests.extensions.clusters.kubernetes_api import Cluster, kubernetes_api, use_configuration
 
 Events = list[dict[str, Any]]
@@ -57,11 +58,6 @@ def program(folder: Path, text: str) -> str:
     path.write_text(f"#!/bin/bash\n{text}\n")
     path.chmod(0o755)
     return str(path)
-
-
-def rows_of(steps: Steps) -> list[int]:
-    """Return all rows of all steps, sorted."""
-    return sorted(row for step in steps.values() for row in step)
 
 
 @pytest.mark.parametrize("kind", ["jobset", pytest.param("trainjob", marks=pytest.mark.slow)])
@@ -131,4 +127,4 @@ def test_stopped_job_is_resumed(arena: Arena, cluster: Cluster) -> None:
     reported = {event["checkpoint_id"] for event in events + later if event["event"] == "checkpoint"}
     assert reported == {row.checkpoint_id for row in arena.lineage("r1")}
     assert {row.world_size for row in arena.lineage("r1")} == {2}
-    assert rows_of(arena.journal("r1")) == rows_of(arena.recorded("r1")) == list(range(2000))
+    check_exact(arena)
