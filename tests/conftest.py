@@ -236,14 +236,8 @@ def source_rows(start: int, count: int) -> pa.Table:
     """Return rows start .. start+count-1 of the source. x is a function of row_id."""
     ids = np.arange(start, start + count)
     x = np.sin(ids[:, None] * np.array([1.0, 2.0, 3.0, 4.0])).astype(np.float32)
-    return pa.table(
-        {
-            "row_id": pa.array(ids),
-            "x": pa.array(list(x), type=pa.list_(pa.float32())),
-            "even": pa.array(ids % 2 == 0),
-            "name": pa.array([f"row {row_id}" for row_id in ids]),
-        }
-    )
+    names, vectors = pa.array([f"row {row_id}" for row_id in ids]), pa.array(list(x), type=pa.list_(pa.float32()))
+    return pa.table({"row_id": pa.array(ids), "x": vectors, "even": pa.array(ids % 2 == 0), "name": names})
 
 
 _SECTIONS: dict[str, type[BaseModel]] = {

@@ -1,10 +1,14 @@
-"""The smallest valid job spec, manifest and recovery, for tests that need such a record and no lakehouse."""
+"""The smallest valid job spec, manifest, recovery and batch, for tests that need such a record and no lakehouse."""
 
 from datetime import UTC, datetime
 from typing import Any
 
+import numpy as np
+import torch
+
 from dlac_pipeline.checkpoint.manifest import FileEntry, Manifest
 from dlac_pipeline.lakehouse.ledger.recoveries import Recovery
+from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
 
 
@@ -42,3 +46,10 @@ def small_recovery(**changes: Any) -> Recovery:
         **{"resumed_step": 0, "rows_replayed": 0, "outcome": "resumed"},
     }
     return Recovery(**{**dict.fromkeys(phases, 0.0), **facts, **changes})
+
+
+def small_batch(**changes: Any) -> Batch:
+    """Return a batch without samples, with some changed fields."""
+    empty = {"valid": torch.zeros(0, dtype=torch.bool), "source": torch.zeros(0, dtype=torch.int64)}
+    counts: dict[str, Any] = {"step": 1, "rows": 0, "tokens": 0, "readers": 1, "tensors": {}}
+    return Batch(**{**empty, **counts, "cursors": np.zeros((0, 1, 4), dtype=np.int64), **changes})

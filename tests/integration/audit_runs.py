@@ -328,6 +328,11 @@ def without(which: Callable[[Columns], bool], number: int = 0) -> Change:
     return change
 
 
+def doubled(rows: list[Columns]) -> list[Columns]:
+    """The run with an advance that was recorded twice."""
+    return [*rows, rows_named(rows, "advance")[3]]
+
+
 def is_advance(row: Columns) -> bool:
     """Whether a row is an advance."""
     return bool(row["kind"] == "advance")

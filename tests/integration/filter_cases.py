@@ -241,15 +241,9 @@ def _append(case: Case, random: Random, *, spec: int) -> None:
         by_partition.setdefault(repr(key), (key, []))[1].append(row)
     for key, part in by_partition.values():
         absent = _absent(case, spec, random)
-        path = case.hand.append(
-            arrow_of(part),
-            schema=Schema(*(each for each in SCHEMA.fields if each.name not in absent)),
-            spec=spec,
-            partition=key,
-            row_group_rows=row_group_rows,
-            statistics=metrics and footer,
-            footer=footer,
-        )
+        schema = Schema(*(each for each in SCHEMA.fields if each.name not in absent))
+        written: dict[str, Any] = {"row_group_rows": row_group_rows, "statistics": metrics and footer, "footer": footer}
+        path = case.hand.append(arrow_of(part), schema=schema, spec=spec, partition=key, **written)
         case.places += [(path, position) for position in range(len(part))]
         case.rows += part
 

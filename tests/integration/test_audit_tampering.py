@@ -7,15 +7,11 @@ from dlac_pipeline.audit.lakehouse_sql import open_audit
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow, Columns
 from tests.fixtures import Lake
-from tests.integration.audit_runs import Change, changed, is_advance, rows_named, unchanged, until_step, without
+from tests.integration.audit_runs import Change, changed, doubled, is_advance, unchanged, until_step, without
 
 
 def test_an_advance_recorded_twice_is_found(lake: Lake) -> None:
     """The same rows in two advances are rows duplicated."""
-
-    def doubled(rows: list[Columns]) -> list[Columns]:
-        return [*rows, rows_named(rows, "advance")[3]]
-
     name = lake.forge(doubled)
     report = audit_run(lake.lakehouse, name)
     advance = Ledger(lake.lakehouse).rows("faulty", kinds=(AdvanceRow,))[3]

@@ -61,15 +61,9 @@ def written(table: Table) -> list[Written]:
             where = None if spec.is_unpartitioned() else (file.spec_id, tuple(file.partition._data))
             named = [one for one in pq.read_schema(file.file_path) if b"PARQUET:field_id" in (one.metadata or {})]
             names = {int(one.metadata[b"PARQUET:field_id"]): one.name for one in named}
-            found.append(
-                Written(
-                    path=file.file_path,
-                    sequence=entry.sequence_number or 0,
-                    content=file.content,
-                    partition=where,
-                    columns=tuple(names[one] for one in file.equality_ids or ()),
-                )
-            )
+            columns, sequence = tuple(names[one] for one in file.equality_ids or ()), entry.sequence_number or 0
+            place: dict[str, Any] = {"path": file.file_path, "sequence": sequence, "partition": where}
+            found.append(Written(content=file.content, columns=columns, **place))
     return found
 
 
@@ -103,12 +97,8 @@ def test_live_rows_are_those_that_duckdb_finds(name: str, monkeypatch: pytest.Mo
         theirs = rows or _by_position(live)
         columns = ", ".join(f'"{one}"' for one in ours.column_names)
         connection.register("ours", _uuids(ours))
-        hashes = [
-            connection.execute(
-                f"SELECT count(*), bit_xor(hash(t::VARCHAR)) FROM (SELECT {columns} FROM ({query})) AS t"
-            ).fetchone()
-            for query in ("FROM ours", theirs)
-        ]
+        hashed = f"SELECT count(*), bit_xor(hash(t::VARCHAR)) FROM (SELECT {columns} FROM ({{}})) AS t"
+        hashes = [connection.execute(hashed.format(query)).fetchone() for query in ("FROM ours", theirs)]
     assert hashes[0] == hashes[1]
     assert hashes[0] is not None
     assert hashes[0][0] == count

@@ -83,14 +83,8 @@ def one(kind: type[Optimizer], **settings: Any) -> Optimizers:
 def groups(net: Net) -> list[Optimizer]:
     """Make one optimizer of two groups, one with a tensor as learning rate."""
     rest = [each for each in net.parameters() if each is not net.head.weight]
-    return [
-        torch.optim.AdamW(
-            [{"params": rest, "lr": torch.tensor(0.02)}, {"params": [net.head.weight], "weight_decay": 0.0}],
-            lr=0.01,
-            capturable=False,
-            foreach=False,
-        )
-    ]
+    both = [{"params": rest, "lr": torch.tensor(0.02)}, {"params": [net.head.weight], "weight_decay": 0.0}]
+    return [torch.optim.AdamW(both, lr=0.01, capturable=False, foreach=False)]
 
 
 def empty_group(net: Net) -> list[Optimizer]:

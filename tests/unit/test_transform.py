@@ -204,14 +204,9 @@ def test_transform_makes_documents() -> None:
         tokens = [[7] * (x - i) for x in batch["x"].to_pylist() for i in range(2)]
         return pa.record_batch({"t": pa.array(tokens, pa.large_list(pa.uint16())), ROW: pa.array(rows, pa.int64())})
 
-    documents = documents_of(
-        numbers([1, 2]),
-        np.array([4, 9]),
-        column="t",
-        transform=transform(lists),
-        encoding=Encoding(begin_id=1, end_id=2),
-        check=True,
-    )
+    made, encoding = transform(lists), Encoding(begin_id=1, end_id=2)
+    positions = np.array([4, 9])
+    documents = documents_of(numbers([1, 2]), positions, column="t", transform=made, encoding=encoding, check=True)
     assert documents.values.tolist() == [1, 7, 2, 1, 7, 7, 2, 1, 7, 2]
     assert documents.values.dtype == np.int32
     assert documents.ends.tolist() == [3, 7, 10]

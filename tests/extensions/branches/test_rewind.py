@@ -117,21 +117,12 @@ def test_useless_rewind_is_refused(arena: Arena) -> None:
 
     refused(errors.SpecInvalid, "nothing to rewind", step=40)
     refused(errors.NoSuchCheckpoint, r"at step 10 that is kept, found those of steps \[20, 30, 40\]", step=10)
-    refused(
-        errors.SpecInvalid,
-        r"makes no sense .*columns of 'src.t' are \['row_id', 'x', 'even', 'name'\]",
-        step=20,
-        exclude=["row_id !"],
-    )
+    columns = r"makes no sense .*columns of 'src.t' are \['row_id', 'x', 'even', 'name'\]"
+    refused(errors.SpecInvalid, columns, step=20, exclude=["row_id !"])
     refused(errors.SpecInvalid, "expected rows to exclude", step=20, exclude=[" "])
     refused(errors.NoSuchColumn, r"one of the columns \['row_id', 'x', 'even', 'name'\]", step=20, exclude=["day > 3"])
-    refused(
-        errors.SpecInvalid,
-        r"one of the sources \['src.t'\], found 'src.u'",
-        step=20,
-        exclude=["even = true"],
-        source="src.u",
-    )
+    sources = r"one of the sources \['src.t'\], found 'src.u'"
+    refused(errors.SpecInvalid, sources, step=20, exclude=["even = true"], source="src.u")
     target = next(row for row in arena.rows("r", CheckpointRow) if row.step == 20)
     file = folder_of(target.manifest_uri) / "torch-state.pt"
     content = file.read_bytes()
@@ -157,14 +148,9 @@ def test_rewind_is_one_fencing_append(arena: Arena) -> None:
     appended = [row for row in rows if row.seq > old.seq]
     assert [(row.kind, row.attempt, row.nonce) for row in appended] == [("claim", 2, "op"), ("rewind", 2, "op")]
     assert {row.head_after for row in appended} == {done[0].checkpoint_id}
+    attempt, late = Attempt(run="r", number=1, nonce=old.nonce), CheckpointRow(checkpoint_id="late", parent=old.head)
     with pytest.raises(errors.Fenced, match="owned by attempt 2"):
-        commit_checkpoint(
-            Ledger(arena.lakehouse),
-            Attempt(run="r", number=1, nonce=old.nonce),
-            checkpoint_id="late",
-            parent=old.head,
-            rows=[CheckpointRow(checkpoint_id="late", parent=old.head)],
-        )
+        commit_checkpoint(Ledger(arena.lakehouse), attempt, checkpoint_id="late", parent=old.head, rows=[late])
     assert attempts_without_progress(rows) == 0
     assert launcher_of(rows, 2) == ""
     told = failure_of_attempt(rows, 2, noticed_by="test", noticed_at=0.0, launched_at=0.0, stopped_at=0.0)

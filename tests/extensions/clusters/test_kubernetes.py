@@ -87,13 +87,11 @@ def test_cancelled_pods_get_sigterm(arena: Arena, cluster: Cluster, tmp_path: Pa
     assert "jobsets" not in {plural for plural, _ in cluster.objects}
 
 
-def test_expired_credentials_are_named(
-    arena: Arena, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_expired_credentials_are_named(arena: Arena, cluster: Cluster, tmp_path: Path) -> None:
     """Nothing is created."""
     expired = tmp_path / "expired"
     expired.write_text((tmp_path / "kubeconfig").read_text().replace("token-of-the-test", "expired"))
-    use_configuration(expired, monkeypatch)
+    use_configuration(expired, arena.monkeypatch)
     job, _ = job_of(arena, nodes="1")
     with pytest.raises(ClusterRefused, match=r"expected Kubernetes to take the job of run 'r1', found .*401"):
         job.run()

@@ -68,13 +68,9 @@ class Lake:
         dead: Mapping[str, Sequence[int]] | None = None,
     ) -> int:
         """Commit one snapshot of an `operation` that swaps data files and adds positional deletes (path -> positions)."""
-        commit_snapshot(
-            self.table,
-            Operation(operation),
-            removed=set(removed),
-            added=[rows for rows in added if len(rows)],
-            deletes=DeleteFile(rows=position_rows(dead)) if dead else None,
-        )
+        deletes = DeleteFile(rows=position_rows(dead)) if dead else None
+        rows = [each for each in added if len(each)]
+        commit_snapshot(self.table, Operation(operation), removed=set(removed), added=rows, deletes=deletes)
         return self.now
 
     def compact(self, *paths: str, operation: str = "replace") -> int:
