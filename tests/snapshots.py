@@ -97,9 +97,10 @@ def _with_deletes(producer: Any, table: Table, deletes: DeleteFile) -> None:
     target = Path(path.removeprefix("file://"))
     pq.write_table(deletes.rows, target)
     content = DataFileContent.EQUALITY_DELETES if deletes.equality_ids else DataFileContent.POSITION_DELETES
-    written = {"file_path": path, "file_format": FileFormat.PARQUET, "file_size_in_bytes": target.stat().st_size}
-    rows = {"record_count": len(deletes.rows), "equality_ids": deletes.equality_ids}
-    file = DataFile.from_args(content=content, partition=Record(), **written, **rows)
+    size, ids = target.stat().st_size, deletes.equality_ids
+    written: dict[str, Any] = {"file_path": path, "file_format": FileFormat.PARQUET, "file_size_in_bytes": size}
+    rows: dict[str, Any] = {"partition": Record(), "record_count": len(deletes.rows), "equality_ids": ids}
+    file = DataFile.from_args(content=content, **written, **rows)
 
     def with_deletes() -> list[ManifestFile]:
         output = table.io.new_output(f"{location}/metadata/deletes-{snapshot}.avro")

@@ -92,9 +92,10 @@ def make_table(arena: Arena, *paths: Path) -> Table:
     with table.transaction() as change, change.update_snapshot().fast_append() as append:
         for path in paths:
             kind = FileFormat.PARQUET if path.suffix in (".parquet", ".arrow") else FileFormat.ORC
-            place = {"file_path": str(path), "file_format": kind, "file_size_in_bytes": path.stat().st_size}
-            rest = {"content": DataFileContent.DATA, "partition": Record(), "record_count": _FILE, "spec_id": 0}
-            append.append_data_file(DataFile.from_args(**place, **rest))
+            size = path.stat().st_size
+            file: dict[str, Any] = {"file_path": str(path), "file_format": kind, "file_size_in_bytes": size}
+            file |= {"content": DataFileContent.DATA, "partition": Record(), "record_count": _FILE, "spec_id": 0}
+            append.append_data_file(DataFile.from_args(**file))
     return arena.lakehouse.load("src.t")
 
 

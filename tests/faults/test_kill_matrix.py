@@ -34,8 +34,7 @@ def check_cell(campaign: Arena, engine: str, mode: str, *phases: str) -> None:
     env = {"KILL": kills, "ENGINE": "dcp" if engine == "dcp" else "zero", "DS_ACCELERATOR": "cpu"}
     steps_of = {"passes": 1, "every_steps": EVERY, "steps": last}
     spec = campaign.spec(run, "train_killed.py", env=env, mode=mode, **of_engine, **steps_of)
-    launch = campaign.launch(spec)
-    assert launch.wait() == 0, launch.stderr
+    launch = campaign.launched(spec)
     resumed = [step if phase == "after-commit" else step - EVERY for phase, step in deaths.items()]
     assert [event["step"] for event in launch.of("attempt")] == [0, *resumed]
 

@@ -25,8 +25,7 @@ def test_run_resumes_with_other_world_size(campaign: Arena, engine: str, world_s
     }
     whole = f"{engine}-not-resized-{world_sizes[0]}"
     if campaign.head(whole) is None:
-        undisturbed = campaign.launch(campaign.spec(whole, program, world_size=world_sizes[0], **settings))
-        assert undisturbed.wait() == 0, undisturbed.stderr
+        campaign.launched(campaign.spec(whole, program, world_size=world_sizes[0], **settings))
     run = f"{engine}-{'-'.join(map(str, world_sizes))}"
     for world_size in world_sizes[:-1]:
         launch = campaign.launch(campaign.spec(run, program, pause_s=0.05, world_size=world_size, **settings))
@@ -34,8 +33,7 @@ def test_run_resumes_with_other_world_size(campaign: Arena, engine: str, world_s
         os.kill(launch.process.pid, signal.SIGTERM)
         assert launch.wait() == 0, launch.stderr
         assert launch.of("ended")[0]["ending"] == "stopped"
-    last = campaign.launch(campaign.spec(run, program, world_size=world_sizes[-1], **settings))
-    assert last.wait() == 0, last.stderr
+    campaign.launched(campaign.spec(run, program, world_size=world_sizes[-1], **settings))
 
     assert {row.world_size for row in campaign.lineage(run)} == set(world_sizes)
     reference = campaign.journal("reference")
@@ -52,8 +50,7 @@ def test_replays_continue_with_other_ranks(arena: Arena) -> None:
     dying: dict[str, Any] = {"dies_at": 23, "deaths_at_same_rows": 0, "attempts_without_progress": 1}
     first = arena.launch(arena.spec("r", **settings, **dying))
     assert first.wait() == NoProgress.exit_code, first.stderr
-    last = arena.launch(arena.spec("r", world_size=4, **settings))
-    assert last.wait() == 0, last.stderr
+    last = arena.launched(arena.spec("r", world_size=4, **settings))
     assert [event["step"] for event in last.of("attempt")] == [22]
     journal, report = arena.journal("r"), audit_run(arena.lakehouse, "r")
     assert [journal[step] for step in range(21, 25)] == [journal[step] for step in (3, 9, 20, 9)]

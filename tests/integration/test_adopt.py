@@ -290,8 +290,7 @@ def test_a_deepspeed_checkpoint_begins_a_run(arena: Arena) -> None:
     subprocess.run([*torchrun, str(program), str(foreign)], env=environment, check=True, timeout=240)
     adopted = dlac_command("checkpoint", "adopt", str(path), str(foreign), home=arena.home)
     assert adopted.returncode == 0, adopted.stderr
-    launch = arena.launch(spec)
-    assert launch.wait() == 0, launch.stderr
+    launch = arena.launched(spec)
     assert launch.of("recovered") == []
     assert launch.of("attempt")[0]["step"] == 0
     root, *_, head = arena.lineage("r")

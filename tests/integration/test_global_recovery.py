@@ -35,9 +35,7 @@ def step_of(spec: JobSpec) -> str:
 def left(arena: Arena, run: str) -> JobSpec:
     """The spec of a run that was left after step 10."""
     arena.table(appends=(500,))
-    spec = arena.spec(run, world_size=1)
-    arena.train(spec, until=15)
-    return spec
+    return arena.trained(run, world_size=1, until=15)
 
 
 def test_only_training_materializations_are_recovered(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:

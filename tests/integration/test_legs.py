@@ -125,8 +125,7 @@ def test_new_leg_changes_settings(arena: Arena) -> None:
 def test_checkpoint_before_claim_keeps_leg(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first checkpoint of the replaced attempt lands just before the claim: another seed is refused, not mixed in."""
     arena.table()
-    spec = arena.spec("raced", world_size=1, every_steps=5)
-    arena.train(spec, until=3)
+    spec = arena.trained("raced", world_size=1, every_steps=5, until=3)
     other = arena.spec("raced", world_size=1, every_steps=5, seed=99)
     real = claim
 
@@ -194,8 +193,7 @@ def test_damaged_row_group_is_quarantined(arena: Arena) -> None:
     arena.table(appends=(100, 60), row_group_rows=20)
     path = sorted(arena.lakehouse.load("src.t").inspect.files()["file_path"].to_pylist())[0]
     damage(path.removeprefix("file://"), 1)
-    launch = arena.launch(arena.spec("r", **{**SMALL, "world_size": 2}, on_unreadable="quarantine"))
-    assert launch.wait() == 0, launch.stderr
+    arena.launched(arena.spec("r", **{**SMALL, "world_size": 2}, on_unreadable="quarantine"))
     read = Counter(flat(arena.journal("r")))
     assert set(read.values()) == {1}
     assert len(read) == 140

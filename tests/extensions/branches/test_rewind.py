@@ -43,8 +43,7 @@ def recorded(arena: Arena, run: str, head: str | None = None) -> list[int]:
 def test_branch_without_rows_ends(arena: Arena) -> None:
     """A rewind that excludes all later rows ends the run with a new leg and the target's state."""
     arena.table(appends=(200,))
-    spec = arena.spec("r", world_size=1, passes=1, every_steps=2)
-    arena.train(spec)
+    spec = arena.trained("r", world_size=1, passes=1, every_steps=2)
     with pytest.raises(errors.EmptyPlan, match=r"'row_id >= 0'\] leaves none"):
         rewind_run(arena.lakehouse, "r", nonce="op0", step=4, exclude=["row_id >= 0"])
     seen = rows_until(arena.recorded("r"), 4)
@@ -106,8 +105,7 @@ def test_branch_with_exclusions_is_exact(arena: Arena) -> None:
 def test_useless_rewind_is_refused(arena: Arena) -> None:
     """A head as it is, a retired step, an expression that is none or does not fit, a damaged target: nothing is appended."""
     arena.table()
-    spec = arena.spec("r", world_size=1, passes=1, keep_last=3)
-    arena.train(spec, until=45)
+    arena.trained("r", world_size=1, passes=1, keep_last=3, until=45)
     before = arena.rows("r")
 
     def refused(error: type[Exception], said: str, **wish: object) -> None:
@@ -139,8 +137,7 @@ def test_useless_rewind_is_refused(arena: Arena) -> None:
 def test_rewind_is_one_fencing_append(arena: Arena) -> None:
     """Repeated it changes nothing; the attempt before it is refused; it is neither fruitless nor failed; pins stay needed."""
     arena.table()
-    spec = arena.spec("r", world_size=1, passes=1)
-    arena.train(spec, until=35)
+    spec = arena.trained("r", world_size=1, passes=1, until=35)
     old = Ledger(arena.lakehouse).state("r").fence
     done = [rewind_run(arena.lakehouse, "r", nonce="op", step=20) for _ in range(2)]
     assert done[0] == done[1]
@@ -239,8 +236,7 @@ def test_mixture_excludes_named_source_rows(arena: Arena) -> None:
 def test_abandoned_checkpoints_stay_until_retired(arena: Arena, here: Command) -> None:
     """The target ages with its new branch. The abandoned branch stays and is listed until `dlac checkpoint retire` removes it."""
     arena.table()
-    spec = arena.spec("r", world_size=1, passes=1, keep_last=2)
-    arena.train(spec, until=55)
+    spec = arena.trained("r", world_size=1, passes=1, keep_last=2, until=55)
     left = arena.head("r")
     said = here("rewind", "r", "--to-step", "40", "--spec", str(arena.home / "r.yaml"), home=arena.home)
     assert said.returncode == 0, said.stderr
@@ -271,8 +267,7 @@ def test_abandoned_checkpoints_stay_until_retired(arena: Arena, here: Command) -
 def test_damaged_lineage_names_other_branches(arena: Arena) -> None:
     """The error for a damaged lineage names the heads of other branches, at each start. A rewind to one resumes after it."""
     arena.table()
-    spec = arena.spec("r", world_size=1, passes=1)
-    arena.train(spec, until=35)
+    spec = arena.trained("r", world_size=1, passes=1, until=35)
     left = str(arena.head("r"))
     rewind_run(arena.lakehouse, "r", nonce="op1", step=10, exclude=["row_id >= 1900"])
     arena.train(spec, until=25)
@@ -321,8 +316,7 @@ def test_rewind_to_step_zero(arena: Arena) -> None:
 def test_damaged_run_begins_again(arena: Arena, here: Command) -> None:
     """Its only checkpoint is damaged: training is refused with the command that begins it again, which then does so, once."""
     arena.table(appends=(200,))
-    spec = arena.spec("r", world_size=1, passes=1, every_steps=2)
-    arena.train(spec, until=4)
+    spec = arena.trained("r", world_size=1, passes=1, every_steps=2, until=4)
     (row,) = arena.lineage("r")
     (folder_of(row.manifest_uri) / "manifest.json").unlink()
     for _ in range(2):
@@ -342,8 +336,7 @@ def test_damaged_run_begins_again(arena: Arena, here: Command) -> None:
 def test_rewind_to_step_zero_refused(arena: Arena) -> None:
     """Where no row is left, or nothing is committed. An older launch is fenced off, and retention spares the old branch."""
     arena.table(appends=(200,))
-    spec = arena.spec("r", world_size=1, passes=1, every_steps=2, keep_last=1)
-    arena.train(spec, until=1)
+    spec = arena.trained("r", world_size=1, passes=1, every_steps=2, keep_last=1, until=1)
     with pytest.raises(errors.SpecInvalid, match="at its beginning"):
         rewind_run(arena.lakehouse, "r", nonce="op0", step=0)
     arena.train(spec, until=6)

@@ -187,8 +187,7 @@ def test_opentelemetry_has_recovery_spans(listened: Listened) -> None:
 def test_held_interpreter_does_not_stop_training(campaign: Arena, strangers: None) -> None:
     """A listener hangs in C, so that its process does nothing more. It is killed at the end of the run."""
     spec = with_listeners(campaign.spec("held", passes=1, every_steps=20), holds_lock={})
-    launch = campaign.launch(spec)
-    assert launch.wait() == 0, launch.stderr
+    launch = campaign.launched(spec)
     assert launch.of("ended")[0]["ending"] == "finished"
     assert "the listeners of run 'held' did not end in time, and are killed" in launch.stderr
     assert campaign.losses("held")[:62] == campaign.losses("reference")[:62]
