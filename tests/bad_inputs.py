@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from dlac_pipeline.spec.job_spec import full_spec
 from dlac_pipeline.spec.spec_problems import bounds_of
 from tests.bad_files import FINISHED, LOOP, BadInput, Made, bad_files
+from tests.small_records import raw_spec
 
 SECRET = "hunter2"
 _INF, _NAN = float("inf"), float("nan")
@@ -48,12 +49,8 @@ def bad_inputs(script: str, made: Made) -> list[BadInput]:
 
 def valid_spec(script: str) -> dict[str, Any]:
     """Return a job spec that `dlac plan` accepts."""
-    return {
-        "run": "bad",
-        "source": {"table": "src.t", "columns": ["row_id", "x"]},
-        "order": {"batch_size": 32, "key_groups": 8, "passes": 1},
-        "launch": {"script": script},
-    }
+    order = {"key_groups": 8, "passes": 1}
+    return {**raw_spec(source={"columns": ["row_id", "x"]}, order=order, launch={"script": script}), "run": "bad"}
 
 
 def _of_specs(script: str) -> Iterator[BadInput]:
@@ -166,15 +163,10 @@ def _of_options(script: str) -> Iterator[BadInput]:
 
 
 _WRONG_ARGUMENTS = [
-    ["nope"],
-    ["status", FINISHED, "--home", "/dev/null/x"],
-    ["rewind", FINISHED, "--to-step", "99999"],
-    ["fork", FINISHED, "--as", FINISHED],
-    ["sql", "SELECT * FROM nope"],
-    ["sql", "CREATE TABLE x AS SELECT * FROM '/etc/passwd'"],
-    ["checkpoint", "identify", "missing.safetensors"],
-    ["checkpoint", "adopt", "spec.yaml", "missing"],
-    ["logs", FINISHED, "--rank", "99"],
+    *(["nope"], ["status", FINISHED, "--home", "/dev/null/x"], ["rewind", FINISHED, "--to-step", "99999"]),
+    *(["fork", FINISHED, "--as", FINISHED], ["sql", "SELECT * FROM nope"]),
+    *(["sql", "CREATE TABLE x AS SELECT * FROM '/etc/passwd'"], ["checkpoint", "identify", "missing.safetensors"]),
+    *(["checkpoint", "adopt", "spec.yaml", "missing"], ["logs", FINISHED, "--rank", "99"]),
 ]
 
 

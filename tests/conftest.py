@@ -141,11 +141,23 @@ class Arena:
                 run.step_done(batch.mean(batch["x"].sum(-1)))
         return seen
 
+    def trained(self, run: str, *, until: int | None = None, **changes: Any) -> JobSpec:
+        """Return the spec of a new job that was trained so in this process."""
+        spec = self.spec(run, **changes)
+        self.train(spec, until=until)
+        return spec
+
     def launch(self, spec: JobSpec, *, under: Sequence[str] = (), **request: Any) -> Launch:
         """Start a supervisor process for this spec. `under` is a command that runs another one."""
         log = self.home / f"supervisor-{len(self.launches)}.jsonl"
         self.launches.append(Launch({"spec": spec.model_dump(mode="json"), **request}, log, under))
         return self.launches[-1]
+
+    def launched(self, spec: JobSpec, **options: Any) -> Launch:
+        """Launch this spec, and wait for its success."""
+        launch = self.launch(spec, **options)
+        assert launch.wait() == 0, launch.stderr
+        return launch
 
     def close(self) -> None:
         """End the remaining launches."""
@@ -236,21 +248,12 @@ def source_rows(start: int, count: int) -> pa.Table:
     """Return rows start .. start+count-1 of the source. x is a function of row_id."""
     ids = np.arange(start, start + count)
     x = np.sin(ids[:, None] * np.array([1.0, 2.0, 3.0, 4.0])).astype(np.float32)
-    return pa.table(
-        {
-            "row_id": pa.array(ids),
-            "x": pa.array(list(x), type=pa.list_(pa.float32())),
-            "even": pa.array(ids % 2 == 0),
-            "name": pa.array([f"row {row_id}" for row_id in ids]),
-        }
-    )
+    names, vectors = pa.array([f"row {row_id}" for row_id in ids]), pa.array(list(x), type=pa.list_(pa.float32()))
+    return pa.table({"row_id": pa.array(ids), "x": vectors, "even": pa.array(ids % 2 == 0), "name": names})
 
 
 _SECTIONS: dict[str, type[BaseModel]] = {
-    "source": SourceSpec,
-    "order": OrderSpec,
-    "checkpoint": CheckpointSpec,
-    "launch": LaunchSpec,
+    **{"source": SourceSpec, "order": OrderSpec, "checkpoint": CheckpointSpec, "launch": LaunchSpec},
 }
 
 
@@ -306,8 +309,7 @@ def campaign(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
             config, places = served.config, served.store
         arena = Arena(tmp_path_factory.mktemp("campaign"), monkeypatch, config, places)
         arena.table()
-        launch = arena.launch(arena.spec("reference"))
-        assert launch.wait() == 0, launch.stderr
+        arena.launched(arena.spec("reference"))
         yield arena
         arena.close()
 

@@ -48,11 +48,7 @@ def dagster_run(
     asset = key or model_key(spec.run)
     job = project(spec).resolve_implicit_global_asset_job_def().get_subset(asset_selection={asset})
     return instance.create_run_for_job(
-        job,
-        status=status,
-        tags={RUN_TAG: spec.run, **(tags or {})},
-        asset_selection=frozenset({asset}),
-        **of,
+        job, status=status, tags={RUN_TAG: spec.run, **(tags or {})}, asset_selection=frozenset({asset}), **of
     )
 
 

@@ -30,12 +30,9 @@ class RankResults:
 
 def run_ranks(count: int, dump: Path, **request: Any) -> RankResults:
     """Run the program with `count` ranks to its end."""
-    results = run_program(
-        count,
-        str(PROGRAM),
-        REQUEST=json.dumps({"dump": str(dump), **request}, default=str),
-        PYTHONPATH=os.pathsep.join([str(PROGRAM.parents[2]), os.environ.get("PYTHONPATH", "")]),
-    )
+    path = os.pathsep.join([str(PROGRAM.parents[2]), os.environ.get("PYTHONPATH", "")])
+    text = json.dumps({"dump": str(dump), **request}, default=str)
+    results = run_program(count, str(PROGRAM), REQUEST=text, PYTHONPATH=path)
     if not any(results.codes):
         results.state = torch.load(dump, weights_only=False)
     return results
@@ -43,24 +40,11 @@ def run_ranks(count: int, dump: Path, **request: Any) -> RankResults:
 
 def run_program(count: int, *command: str, **environment: str) -> RankResults:
     """Run a program of Python with `count` ranks to its end."""
-    common = {
-        "WORLD_SIZE": str(count),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(own_port()),
-        "DS_ACCELERATOR": "cpu",
-        "OMP_NUM_THREADS": "1",
-        **environment,
-    }
-    ranks = [
-        Forked(
-            [sys.executable, *command],
-            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(count)
-    ]
+    common = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(own_port())}
+    common |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", **environment}
+    output: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    variables = [{**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+    ranks = [Forked([sys.executable, *command], env=each, **output) for each in variables]
     try:
         stderr = [rank.communicate(timeout=240)[1] for rank in ranks]
     finally:
@@ -83,15 +67,8 @@ class Saved:
     def load(self, world_size: int) -> RankResults:
         """Load it with `world_size` ranks."""
         dump = self.folder.parent / f"loaded-{world_size}.pt"
-        return run_ranks(
-            world_size,
-            dump,
-            do="load",
-            folder=self.folder,
-            saved_world_size=self.world_size,
-            after=STEPS,
-            **self.request,
-        )
+        saved = {"folder": self.folder, "saved_world_size": self.world_size, "after": STEPS}
+        return run_ranks(world_size, dump, do="load", **saved, **self.request)
 
 
 def save(home: Path, world_size: int, *, writer: str = "direct", **request: Any) -> Saved:

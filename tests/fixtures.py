@@ -46,13 +46,8 @@ class Lake(Forgery):
         super().__post_init__()
         (self.home / "journal").mkdir()
         random = np.random.default_rng(0)
-        rows = pa.table(
-            {
-                "row_id": pa.array(np.arange(ROWS)),
-                "x": pa.array(list(random.normal(size=(ROWS, 4)).astype(np.float32)), type=pa.list_(pa.float32())),
-                "kept": pa.array(random.random(ROWS) < 0.9),
-            }
-        )
+        x = pa.array(list(random.normal(size=(ROWS, 4)).astype(np.float32)), type=pa.list_(pa.float32()))
+        rows = pa.table({"row_id": pa.array(np.arange(ROWS)), "x": x, "kept": pa.array(random.random(ROWS) < 0.9)})
         self.lakehouse.catalog.create_table("src.t", rows.schema, properties={"write.parquet.row-group-limit": "50"})
         for start in (0, 300, 650):
             self.lakehouse.load("src.t").append(rows.slice(start, {0: 300, 300: 350, 650: 350}[start]))

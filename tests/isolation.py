@@ -9,11 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 REFUSED = {
-    "os.fork": "start no process",
-    "os.posix_spawn": "start no process",
-    "subprocess.Popen": "start no process",
-    "socket.bind": "open no socket",
-    "socket.connect": "open no socket",
+    **dict.fromkeys(("os.fork", "os.posix_spawn", "subprocess.Popen"), "start no process"),
+    **dict.fromkeys(("socket.bind", "socket.connect"), "open no socket"),
 }
 """Audit event -> what a unit test must do instead of it."""
 LONGEST_SLEEP_S = 0.05

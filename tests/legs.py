@@ -28,16 +28,9 @@ def units_of(rows: Sequence[int], dead: dict[int, list[int]] | None = None) -> U
 def source_of(plan_id: str = "p", *, key_groups: int = 4, passes: int = 1, **changes: Any) -> LegSource:
     """Return a source without any read row."""
     fields: dict[str, Any] = {
-        "name": f"src.{plan_id}",
-        "table": f"src.{plan_id}",
-        "table_uuid": f"uuid-{plan_id}",
-        "snapshot_id": 9007199254740993,
-        "schema_id": 0,
-        "plan_id": plan_id,
-        "columns": ("row_id", "x"),
-        "row_filter": "x > 'ü'",
-        "passes": passes,
-        "start": SourceStart.fresh(key_groups, [(plan_id, passes)]),
+        **{"name": f"src.{plan_id}", "table": f"src.{plan_id}", "table_uuid": f"uuid-{plan_id}"},
+        **{"snapshot_id": 9007199254740993, "schema_id": 0, "plan_id": plan_id, "columns": ("row_id", "x")},
+        **{"row_filter": "x > 'ü'", "passes": passes, "start": SourceStart.fresh(key_groups, [(plan_id, passes)])},
     }
     return LegSource(**{**fields, **changes})
 
@@ -46,14 +39,8 @@ def leg_of(*sources: LegSource, **changes: Any) -> Leg:
     """Return a leg of these sources, or of one default source."""
     key_groups = changes.get("key_groups", 4)
     fields: dict[str, Any] = {
-        "index": 0,
-        "start_step": 0,
-        "seed": 2**62 + 1,
-        "key_groups": key_groups,
-        "batch_size": 2 * key_groups,
-        "block_slices": 2,
-        "shuffle": True,
-        "sources": sources or (source_of(key_groups=key_groups),),
+        **{"index": 0, "start_step": 0, "seed": 2**62 + 1, "key_groups": key_groups, "batch_size": 2 * key_groups},
+        **{"block_slices": 2, "shuffle": True, "sources": sources or (source_of(key_groups=key_groups),)},
     }
     return Leg(**{**fields, **changes})
 

@@ -77,17 +77,7 @@ class Network:
 @contextmanager
 def serve_rendezvous(address: str) -> Iterator[None]:
     """Run `dlac rendezvous`, next to the catalog."""
-    command = [
-        "ip",
-        "netns",
-        "exec",
-        SWITCH,
-        sys.executable,
-        "-m",
-        "dlac_pipeline.cli.main",
-        "rendezvous",
-        address,
-    ]
+    command = ["ip", "netns", "exec", SWITCH, sys.executable, "-m", "dlac_pipeline.cli.main", "rendezvous", address]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None

@@ -37,13 +37,8 @@ class ObjectStore:
     @property
     def files(self) -> pafs.S3FileSystem:
         """Its file system."""
-        return pafs.S3FileSystem(
-            access_key="key",
-            secret_key="secret",
-            endpoint_override=self.url,
-            region="us-east-1",
-            allow_bucket_creation=True,
-        )
+        credentials = {"access_key": "key", "secret_key": "secret", "region": "us-east-1"}
+        return pafs.S3FileSystem(endpoint_override=self.url, allow_bucket_creation=True, **credentials)
 
     def requests(self, method: str, part: str) -> int:
         """Return the number of requests of a method whose path contains `part`."""
@@ -52,12 +47,8 @@ class ObjectStore:
 
     def properties(self, url: str | None = None) -> dict[str, str]:
         """Return pyiceberg's properties for it, or for `url`, which leads to it."""
-        named = {
-            "endpoint": url or self.url,
-            "access-key-id": "key",
-            "secret-access-key": "secret",
-            "region": "us-east-1",
-        }
+        named = {"endpoint": url or self.url, "region": "us-east-1"}
+        named |= {"access-key-id": "key", "secret-access-key": "secret"}
         return {f"s3.{name}": value for name, value in named.items()}
 
     def lakehouse(self, home: Path) -> LakehouseConfig:

@@ -21,14 +21,9 @@ _CAMPAIGN = re.compile(r"\bcampaign: [A-Z]")
 _CAMPAIGNS = 2
 """Processes that make a `campaign`: it has too many modules for one process."""
 _WAITING = (
-    "tests/faults/",
-    "campaign",
-    "tests/extensions/chaos/test_chaos",
-    "tests/extensions/clusters/test_kubernetes",
-    "tests/extensions/replicas/test_replicas",
-    "tests/process/test_distributed_verify",
-    "tests/process/test_membership",
-    "tests/process/test_store_sockets",
+    *("tests/faults/", "campaign", "tests/extensions/chaos/test_chaos"),
+    *("tests/extensions/clusters/test_kubernetes", "tests/extensions/replicas/test_replicas"),
+    *("tests/process/test_distributed_verify", "tests/process/test_membership", "tests/process/test_store_sockets"),
 )
 """Beginnings of the groups whose tests mostly wait, for training processes or for time limits."""
 _ROOT = Path(__file__).parents[1]

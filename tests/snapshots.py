@@ -22,6 +22,8 @@ from pyiceberg.table import Table
 from pyiceberg.table.snapshots import Operation, Summary
 from pyiceberg.typedef import Record
 
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+
 _POSITIONS = pa.schema(
     [
         pa.field("file_path", pa.string(), nullable=False, metadata={"PARQUET:field_id": "2147483546"}),
@@ -94,27 +96,27 @@ def _with_deletes(producer: Any, table: Table, deletes: DeleteFile) -> None:
     path = f"{location}/data/deletes-{snapshot}.parquet"
     target = Path(path.removeprefix("file://"))
     pq.write_table(deletes.rows, target)
-    file = DataFile.from_args(
-        content=DataFileContent.EQUALITY_DELETES if deletes.equality_ids else DataFileContent.POSITION_DELETES,
-        file_path=path,
-        file_format=FileFormat.PARQUET,
-        partition=Record(),
-        record_count=len(deletes.rows),
-        file_size_in_bytes=target.stat().st_size,
-        equality_ids=deletes.equality_ids,
-    )
+    content = DataFileContent.EQUALITY_DELETES if deletes.equality_ids else DataFileContent.POSITION_DELETES
+    size, ids = target.stat().st_size, deletes.equality_ids
+    written: dict[str, Any] = {"file_path": path, "file_format": FileFormat.PARQUET, "file_size_in_bytes": size}
+    rows: dict[str, Any] = {"partition": Record(), "record_count": len(deletes.rows), "equality_ids": ids}
+    file = DataFile.from_args(content=content, **written, **rows)
 
     def with_deletes() -> list[ManifestFile]:
         output = table.io.new_output(f"{location}/metadata/deletes-{snapshot}.avro")
         with _DeleteManifest(table.spec(), table.schema(), output, snapshot, "deflate") as writer:
             writer.add(
                 ManifestEntry.from_args(
-                    status=ManifestEntryStatus.ADDED,
-                    snapshot_id=snapshot,
-                    sequence_number=None,
-                    data_file=file,
+                    status=ManifestEntryStatus.ADDED, snapshot_id=snapshot, sequence_number=None, data_file=file
                 )
             )
         return [*manifests(), writer.to_manifest_file()]
 
     producer._manifests = with_deletes
+
+
+def check_readable(lakehouse: Lakehouse) -> None:
+    """Read each retained snapshot of the ledger."""
+    table = lakehouse.own("consumption")
+    for snapshot in table.snapshots():
+        table.scan(snapshot_id=snapshot.snapshot_id).to_arrow()

@@ -158,14 +158,8 @@ def check_packed(batch: GlobalBatch) -> None:
         assert position[:filled].tolist() == (np.arange(filled) - starts).tolist()
 
 
-PACKED = Reading(
-    rows=_token_rows,
-    columns=("tokens",),
-    given=tokens_of,
-    found=packed_slot,
-    check=check_packed,
-    sequences={"length": 12},
-)
+_IN_SEQUENCES: dict[str, Any] = {"found": packed_slot, "check": check_packed}
+PACKED = Reading(rows=_token_rows, columns=("tokens",), given=tokens_of, sequences={"length": 12}, **_IN_SEQUENCES)
 
 
 def _word_rows(ids: Sequence[int]) -> pa.Table:
@@ -179,14 +173,8 @@ def tokenized(folder: Path) -> Reading:
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(path))
-    return Reading(
-        rows=_word_rows,
-        columns=("text",),
-        given=tokens_of,
-        found=packed_slot,
-        check=check_packed,
-        sequences={"length": 9, "tokenizer": str(path)},
-    )
+    sequences = {"length": 9, "tokenizer": str(path)}
+    return Reading(rows=_word_rows, columns=("text",), given=tokens_of, sequences=sequences, **_IN_SEQUENCES)
 
 
 def _transform(folder: Path, function: str) -> str:
@@ -205,13 +193,8 @@ def _by_item(tensors: Tensors, slot: int) -> list[int]:
 
 def transformed(folder: Path) -> Reading:
     """Return a transform that drops some rows and repeats others."""
-    return Reading(
-        rows=_list_rows,
-        columns=("row_id", "x"),
-        given=_several,
-        found=_by_item,
-        source={"transform": _transform(folder, "several")},
-    )
+    source = {"transform": _transform(folder, "several")}
+    return Reading(rows=_list_rows, columns=("row_id", "x"), given=_several, found=_by_item, source=source)
 
 
 def _halved(row: int) -> list[int]:
@@ -220,12 +203,8 @@ def _halved(row: int) -> list[int]:
 
 def transformed_packed(folder: Path) -> Reading:
     """Return a transform that drops some rows, and makes two documents of others, which are packed."""
+    source, sequences = {"transform": _transform(folder, "documents")}, {"length": 10, "column": "tokens"}
+    columns = ("row_id", "tokens")
     return Reading(
-        rows=_token_rows,
-        columns=("row_id", "tokens"),
-        given=_halved,
-        found=packed_slot,
-        check=check_packed,
-        source={"transform": _transform(folder, "documents")},
-        sequences={"length": 10, "column": "tokens"},
+        rows=_token_rows, columns=columns, given=_halved, source=source, sequences=sequences, **_IN_SEQUENCES
     )

@@ -123,14 +123,8 @@ class Run:
             source.table: str(self.lakehouse.load(source.table).metadata.table_uuid) for source in self.spec.sources
         }
         asked = requested_leg(spec, self.leg, uuids)
-        after = next_leg(
-            Plans(self.lakehouse),
-            spec,
-            self.leg,
-            LegRequest(requested=asked, repin=repin),
-            step=self.step,
-            state=self.state,
-        )
+        request = LegRequest(requested=asked, repin=repin)
+        after = next_leg(Plans(self.lakehouse), spec, self.leg, request, step=self.step, state=self.state)
         turned = after is not self.leg
         if turned:
             self.spec, self.leg, self.opened = spec, after, open_leg(Plans(self.lakehouse), after, spec)
@@ -235,15 +229,9 @@ def _join_parts(parts: Sequence[Batch], groups: Sequence[range], key_groups: int
             assert by_group.setdefault(group, cursors) == cursors, "ranks that share a key group agree on its cursor"
     sources = len(by_group[0])
     state = [[Cursor(*by_group[group][source]) for group in range(key_groups)] for source in range(sources)]
-    return GlobalBatch(
-        step=step,
-        tensors={name: _end_to_end(name, parts) for name in parts[0].tensors},
-        valid=np.concatenate([part.valid.numpy() for part in parts]),
-        source=np.concatenate([part.source.numpy() for part in parts]),
-        rows=rows,
-        tokens=tokens,
-        state=state,
-    )
+    tensors = {name: _end_to_end(name, parts) for name in parts[0].tensors}
+    valid, source = (np.concatenate([getattr(part, name).numpy() for part in parts]) for name in ("valid", "source"))
+    return GlobalBatch(step=step, tensors=tensors, valid=valid, source=source, rows=rows, tokens=tokens, state=state)
 
 
 def _end_to_end(name: str, parts: Sequence[Batch]) -> npt.NDArray[Any]:

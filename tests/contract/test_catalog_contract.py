@@ -26,6 +26,7 @@ from tests.conftest import source_rows
 from tests.object_store import object_store
 from tests.postgres_server import needs_postgres, postgres
 from tests.seaweedfs import needs_seaweedfs, seaweedfs
+from tests.snapshots import check_readable
 
 CATALOGS = [
     "sqlite",
@@ -66,13 +67,6 @@ def skip_moto(lakehouse: Lakehouse) -> None:
     """Skip a test whose commits race, on a server that lets both land."""
     if lakehouse.config.kind == "glue":
         pytest.skip("moto ignores the VersionId by which AWS Glue refuses the second of two commits")
-
-
-def read_all(lakehouse: Lakehouse) -> None:
-    """Read each retained snapshot of the ledger."""
-    table = lakehouse.own("consumption")
-    for snapshot in table.snapshots():
-        table.scan(snapshot_id=snapshot.snapshot_id).to_arrow()
 
 
 def committing_class(lakehouse: Lakehouse) -> Any:
@@ -123,7 +117,7 @@ def test_stale_append_is_refused(lakehouse: Lakehouse) -> None:
     claim(Ledger(lakehouse), "other", nonce="n1", replaces=0)
     with pytest.raises(CommitConflict, match="did not land"):
         stale.append(rows)
-    read_all(lakehouse)
+    check_readable(lakehouse)
 
 
 @pytest.mark.parametrize("fault", [replayed, unanswered])
@@ -142,7 +136,7 @@ def test_lost_answer_is_resolved(lakehouse: Lakehouse, monkeypatch: pytest.Monke
     monkeypatch.setattr(owner, "commit_table", commit_table)
     assert checkpoint(Ledger(lakehouse)).fence.head == "a"
     assert len(Ledger(lakehouse).rows("r", kinds=[CheckpointRow])) == 1
-    read_all(lakehouse)
+    check_readable(lakehouse)
 
 
 def test_replay_is_refused_by_server(lakehouse: Lakehouse) -> None:
@@ -201,4 +195,4 @@ def test_upkeep_during_commits(lakehouse: Lakehouse) -> None:
         upkeep.result()
     run_upkeep(lakehouse, keep=1)
     assert Ledger(lakehouse).runs() == ["more-0", "more-1", "more-2", "r"]
-    read_all(lakehouse)
+    check_readable(lakehouse)

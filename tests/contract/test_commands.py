@@ -40,11 +40,8 @@ def now() -> None:
 '''
 _MODULES = {"meter_energy": _FUNCTION, "meter_power": _APP, "meter_solar": "import panels_that_are_missing"}
 _POINTS = [
-    "energy = meter_energy:energy",
-    "power = meter_power:power",
-    "solar = meter_solar:solar [sun]",
-    "wind = meter_energy:PANEL",
-    "train = meter_energy:energy",
+    *("energy = meter_energy:energy", "power = meter_power:power", "solar = meter_solar:solar [sun]"),
+    *("wind = meter_energy:PANEL", "train = meter_energy:energy"),
 ]
 _OURS = [name for name, point in COMMANDS.points().items() if point.module.startswith("dlac_pipeline.")]
 _TOP = [name for name in _OURS if "." not in name]

@@ -91,17 +91,11 @@ def make_table(arena: Arena, *paths: Path) -> Table:
     table = arena.lakehouse.catalog.create_table("src.t", SCHEMA)
     with table.transaction() as change, change.update_snapshot().fast_append() as append:
         for path in paths:
-            append.append_data_file(
-                DataFile.from_args(
-                    content=DataFileContent.DATA,
-                    file_path=str(path),
-                    file_format=FileFormat.PARQUET if path.suffix in (".parquet", ".arrow") else FileFormat.ORC,
-                    partition=Record(),
-                    record_count=_FILE,
-                    file_size_in_bytes=path.stat().st_size,
-                    spec_id=0,
-                )
-            )
+            kind = FileFormat.PARQUET if path.suffix in (".parquet", ".arrow") else FileFormat.ORC
+            size = path.stat().st_size
+            file: dict[str, Any] = {"file_path": str(path), "file_format": kind, "file_size_in_bytes": size}
+            file |= {"content": DataFileContent.DATA, "partition": Record(), "record_count": _FILE, "spec_id": 0}
+            append.append_data_file(DataFile.from_args(**file))
     return arena.lakehouse.load("src.t")
 
 

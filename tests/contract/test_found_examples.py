@@ -9,12 +9,13 @@ import pytest
 
 from dlac_pipeline.lakehouse.errors import EmptyPlan, SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
-from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
+from dlac_pipeline.spec.job_spec import JobSpec
 from tests.contract.contract import PER_ROW, Reading
 from tests.contract.readings import LISTS, PACKED, packed_slot, tokens_of, transformed
 from tests.contract.runs import GlobalBatch, Run
 from tests.contract.tables import SourceTable
 from tests.empty_lakehouse import empty_lakehouse
+from tests.small_records import small_spec
 
 
 @pytest.fixture
@@ -25,14 +26,9 @@ def lakehouse(tmp_path: Path) -> Lakehouse:
 
 def spec_of(reading: Reading, order: dict[str, Any], **source: Any) -> JobSpec:
     """Return a spec that reads src.t with these settings."""
-    raw = {
-        "run": "r",
-        "source": {"table": "src.t", "columns": list(reading.columns), **reading.source, **source},
-        "order": {"key_groups": 2, "batch_size": 4, "seed": 1, **order},
-        "sequences": dict(reading.sequences),
-        "launch": {"script": "s.py"},
-    }
-    return parse_spec(raw, origin="the test")
+    read = {"columns": list(reading.columns), **reading.source, **source}
+    order = {"key_groups": 2, "batch_size": 4, "seed": 1, **order}
+    return small_spec(source=read, order=order, sequences=dict(reading.sequences))
 
 
 def table_of(lakehouse: Lakehouse, reading: Reading, *appends: int) -> SourceTable:

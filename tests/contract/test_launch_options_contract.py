@@ -40,12 +40,10 @@ def written(arena: Arena) -> str:
 
 
 @pytest.mark.parametrize("as_variable", [False, True])
-def test_options_become_settings(
-    launched: list[JobSpec], arena: Arena, here: Command, monkeypatch: pytest.MonkeyPatch, as_variable: bool
-) -> None:
+def test_options_become_settings(launched: list[JobSpec], arena: Arena, here: Command, as_variable: bool) -> None:
     """Options that are not DLAC's, or variables, replace settings of the launch section."""
     if as_variable:
-        monkeypatch.setenv("PET_NNODES", "2")
+        arena.monkeypatch.setenv("PET_NNODES", "2")
     options = () if as_variable else ("--nnodes", "2")
     assert here("train", written(arena), *options).returncode == 0
     assert [(spec.launch.nodes, spec.launch.rendezvous) for spec in launched] == [("2", "here:1")]

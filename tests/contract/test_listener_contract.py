@@ -23,34 +23,20 @@ from tests.ports import own_port
 from tests.unit.test_spec import GOOD
 
 FACTS: dict[str, Any] = {"run": "r1", "attempt": 1, "at": 1.0}
-STARTED = AttemptStarted(
-    **FACTS,
-    ledger="u",
-    tables=(InputTable(name="src.t", table="src.t", snapshot_id=5, rows=64),),
-    world_size=1,
-    nodes=1,
-    step=0,
-    resumed_from=None,
-    parent_run="",
-    branch=1,
-    branch_is_new=False,
-    rows_at_risk=0,
-)
+TABLE = InputTable(name="src.t", table="src.t", snapshot_id=5, rows=64)
+START: dict[str, Any] = {
+    **{"ledger": "u", "tables": (TABLE,), "world_size": 1, "nodes": 1, "step": 0, "resumed_from": None},
+    **{"parent_run": "", "branch": 1, "branch_is_new": False, "rows_at_risk": 0},
+}
+STARTED = AttemptStarted(**FACTS, **START)
 PROGRESS = ProgressMade(
     **FACTS, step=1, loss_step=1, loss=0.5, rows=32, rows_at_risk=32, rows_per_s=9.0, tokens_per_s=None
 )
-COMMITTED = CheckpointCommitted(
-    **FACTS,
-    step=2,
-    checkpoint_id="c",
-    location="file:///c",
-    ledger_snapshot_id=7,
-    bytes=1,
-    duration_s=0.1,
-    rows_by_table={"src.t": 64},
-    losses=(1.0, 0.5),
-    rows_at_risk=0,
-)
+COMMIT: dict[str, Any] = {
+    **{"step": 2, "checkpoint_id": "c", "location": "file:///c", "ledger_snapshot_id": 7, "bytes": 1},
+    **{"duration_s": 0.1, "rows_by_table": {"src.t": 64}, "losses": (1.0, 0.5), "rows_at_risk": 0},
+}
+COMMITTED = CheckpointCommitted(**FACTS, **COMMIT)
 ENDED = AttemptEnded(**FACTS, ending="finished", reason="", step=2)
 NAMES = ("mlflow", "openlineage", "opentelemetry", "prometheus", "records", "wandb")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the libraries

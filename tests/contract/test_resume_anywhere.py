@@ -12,16 +12,7 @@ from hypothesis import strategies as st
 
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from tests.contract.contract import Contract, Reading
-from tests.contract.readings import (
-    LISTS,
-    NULLABLE,
-    PACKED,
-    SCALARS,
-    TEXTS,
-    tokenized,
-    transformed,
-    transformed_packed,
-)
+from tests.contract.readings import LISTS, NULLABLE, PACKED, SCALARS, TEXTS, tokenized, transformed, transformed_packed
 from tests.empty_lakehouse import empty_lakehouse
 
 pytestmark = pytest.mark.filterwarnings("ignore:expected what is being read to leave room")
@@ -81,13 +72,7 @@ READINGS: dict[str, Callable[[Path], Reading]] = {
 }
 
 
-QUICK = (
-    "texts",
-    "transformed and packed",
-    "following",
-    "packed mixture with an endless source",
-    "everything",
-)
+QUICK = ("texts", "transformed and packed", "following", "packed mixture with an endless source", "everything")
 """Together these have most parts of the reader. The campaign runs all readings."""
 
 

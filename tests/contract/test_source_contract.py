@@ -104,11 +104,7 @@ def make_folder(folder: Path) -> SourceTable:
     (location / "versions.json").write_text(json.dumps(versions))
     rows = (range(40), range(64), [row for row in range(64) if row not in dead])
     return SourceTable(
-        format="folder",
-        location=location,
-        column="row_id",
-        versions=(0, 1, 2),
-        values=lambda version: [*rows[version]],
+        format="folder", location=location, column="row_id", versions=(0, 1, 2), values=lambda version: [*rows[version]]
     )
 
 

@@ -17,8 +17,7 @@ def test_appends_outlive_compaction_and_kill(arena: Arena) -> None:
     """One rank trains the first rows. Two ranks train what comes next, and a rank dies. Each row is consumed once."""
     arena.table(appends=(160, 160), row_group_rows=20)
     changes: dict[str, Any] = {"follow": "appends", "identity_columns": ["row_id"], "passes": 1, "every_steps": 3}
-    launch = arena.launch(arena.spec("r", world_size=1, **changes))
-    assert launch.wait() == 0, launch.stderr
+    launch = arena.launched(arena.spec("r", world_size=1, **changes))
     append(arena, 320, 160)
     rewrite(arena)
     append(arena, 480, 160)

@@ -27,6 +27,7 @@ from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow, CheckpointRow,
 from tests.conftest import Arena, wait_until
 from tests.forked import Forked
 from tests.postgres_server import needs_postgres, postgres
+from tests.snapshots import check_readable
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "ledger_process.py"
 Start = Callable[..., "Process"]
@@ -38,14 +39,8 @@ class Process:
     def __init__(self, role: str, *, catalog: str = "", **request: Any) -> None:
         command = [sys.executable, str(PROGRAM), role, json.dumps(request)]
         root = str(PROGRAM.parents[2])
-        self.process = Forked(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=root,
-            env={"PYTHONPATH": root, "CATALOG": catalog},
-        )
+        output: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        self.process = Forked(command, cwd=root, env={"PYTHONPATH": root, "CATALOG": catalog}, **output)
 
     def end(self, status: int = 0) -> list[dict[str, Any]]:
         """Wait for its end, and return its output."""
@@ -93,9 +88,7 @@ def check_ledger(lakehouse: Lakehouse) -> dict[str, list[LedgerRow]]:
                 head = row.checkpoint_id
             assert each[0].head_after == head, f"{run}: append {seq} moves the head without a reason"
         assert ledger.state(run).fence == fence_of_rows(rows)
-    table = lakehouse.own("consumption")
-    for snapshot in table.snapshots():
-        table.scan(snapshot_id=snapshot.snapshot_id).to_arrow()
+    check_readable(lakehouse)
     return found
 
 

@@ -123,18 +123,9 @@ def job(arena: Arena) -> Path:
     """A job that follows a table, which is empty yet."""
     properties = {"write.parquet.row-group-limit": "50"}
     arena.lakehouse.catalog.create_table("src.t", source_rows(0, 1).schema, properties=properties)
-    spec = arena.spec(
-        RUN,
-        batch_size=BATCH,
-        key_groups=4,
-        passes=1,
-        follow="appends",
-        identity_columns=["row_id"],
-        on_overwrite="read",
-        every_steps=4,
-        keep_last=KEEP,
-        pause_s=0.2,
-    )
+    follows: dict[str, Any] = {"follow": "appends", "identity_columns": ["row_id"], "on_overwrite": "read"}
+    kept: dict[str, Any] = {"every_steps": 4, "keep_last": KEEP, "pause_s": 0.2}
+    spec = arena.spec(RUN, batch_size=BATCH, key_groups=4, passes=1, **follows, **kept)
     job = arena.home / "jobs" / "day.yaml"
     job.parent.mkdir()
     job.write_text(yaml.safe_dump(spec.model_dump(mode="json", exclude_none=True)))

@@ -17,14 +17,7 @@ from dlac_pipeline.supervise.liveness.run_lock import lock_path
 from examples.demo.live_run import LiveRun
 from examples.demo.local_dagster import LocalDagster
 from tests.conftest import Arena, wait_until
-from tests.dagster_runs import (
-    check_healed,
-    events_of,
-    have_ended,
-    runs_that_recover,
-    sensor_ticks,
-    train_to,
-)
+from tests.dagster_runs import check_healed, events_of, have_ended, runs_that_recover, sensor_ticks, train_to
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries cause warnings
 SLOW: dict[str, Any] = {"pause_s": 0.05}

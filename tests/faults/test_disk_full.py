@@ -21,8 +21,7 @@ def test_full_store_ends_run_without_loss(campaign: Arena, small_disk: Path, mod
     assert committed.step == launch.of("checkpoint")[-1]["step"] >= 10
 
     subprocess.run(["mount", "-o", "remount,size=10m", small_disk], check=True)
-    again = campaign.launch(spec)
-    assert again.wait() == 0, again.stderr
+    again = campaign.launched(spec)
     assert again.of("attempt")[0]["step"] == committed.step
     assert campaign.rows(run, QuarantinedCheckpointRow) == []
     assert campaign.journal(run) == campaign.journal("reference")

@@ -17,8 +17,7 @@ HANG_S = 15.0
 def test_deadlocked_collective_is_recovered(campaign: Arena) -> None:
     """Rank 0 waits for a message, rank 1 for its gradients. Both are ended, the hung one is named, and training resumes."""
     settings: dict[str, Any] = {"deadlock_at": 13, "hang_timeout_s": HANG_S, "steps": 20}
-    launch = campaign.launch(campaign.spec("deadlocked", **settings))
-    assert launch.wait() == 0, launch.stderr
+    launch = campaign.launched(campaign.spec("deadlocked", **settings))
     (failure,) = launch.of("failure")
     assert (failure["phase"], failure["step"]) == ("computing", 12)
     assert "no heartbeat for" in failure["cause"]

@@ -15,8 +15,7 @@ def test_rows_replayed_are_counted_not_estimated(arena: Arena) -> None:
     """A kill in the commit after a short last batch replays 32 + 12 rows, not two batches. The phases add up to the total."""
     arena.table(appends=(300,))
     sabotage = {"env": {"SABOTAGE": "kill-before-commit@10"}}
-    launch = arena.launch(arena.spec("r", "train_sabotaged.py", passes=1, every_steps=4, **sabotage))
-    assert launch.wait() == 0, launch.stderr
+    launch = arena.launched(arena.spec("r", "train_sabotaged.py", passes=1, every_steps=4, **sabotage))
     (found,) = json.loads(dlac("incidents", "r", "--json", home=arena.home).stdout)
     assert (found["attempt"], found["replaced_attempt"], found["resumed_step"]) == (2, 1, 8)
     assert (found["rows_replayed"], found["outcome"], found["noticed_by"]) == (44, "resumed", "supervisor")
@@ -41,8 +40,7 @@ def test_coordinator_death_after_end_finishes_run(arena: Arena) -> None:
     """The next attempt has nothing to claim. The launch succeeds at the last step, and no step is trained again."""
     arena.table(appends=(300,))
     sabotage = {"env": {"SABOTAGE": "kill-after-finish@10"}}
-    launch = arena.launch(arena.spec("r", "train_sabotaged.py", passes=1, every_steps=4, **sabotage))
-    assert launch.wait() == 0, launch.stderr
+    launch = arena.launched(arena.spec("r", "train_sabotaged.py", passes=1, every_steps=4, **sabotage))
     (ended,) = launch.of("ended")
     assert (ended["ending"], ended["step"], ended["attempts"]) == ("finished", 10, 2)
     assert len(arena.rows("r", ClaimRow)) == 1

@@ -30,19 +30,11 @@ def check_cell(campaign: Arena, engine: str, mode: str, *phases: str) -> None:
     deaths = {phase: (2 + number) * EVERY for number, phase in enumerate(phases)}
     last = (2 + len(phases)) * EVERY
     kills = ",".join(f"{phase}@{step}" for phase, step in deaths.items())
-    spec = campaign.spec(
-        run,
-        "train_killed.py",
-        env={"KILL": kills, "ENGINE": "dcp" if engine == "dcp" else "zero", "DS_ACCELERATOR": "cpu"},
-        preload=[] if engine == "dcp" else ["deepspeed"],
-        stage=engine[-1] if engine != "dcp" else "0",
-        passes=1,
-        every_steps=EVERY,
-        steps=last,
-        mode=mode,
-    )
-    launch = campaign.launch(spec)
-    assert launch.wait() == 0, launch.stderr
+    of_engine = {"preload": [], "stage": "0"} if engine == "dcp" else {"preload": ["deepspeed"], "stage": engine[-1]}
+    env = {"KILL": kills, "ENGINE": "dcp" if engine == "dcp" else "zero", "DS_ACCELERATOR": "cpu"}
+    steps_of = {"passes": 1, "every_steps": EVERY, "steps": last}
+    spec = campaign.spec(run, "train_killed.py", env=env, mode=mode, **of_engine, **steps_of)
+    launch = campaign.launched(spec)
     resumed = [step if phase == "after-commit" else step - EVERY for phase, step in deaths.items()]
     assert [event["step"] for event in launch.of("attempt")] == [0, *resumed]
 

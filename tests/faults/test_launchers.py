@@ -55,10 +55,7 @@ def launch_under(
     job.write_text(yaml.safe_dump(spec.model_dump()))
     port = own_port()
     meets = ["--standalone", f"--max-restarts={max_restarts}"] if max_restarts else [f"--master-port={port}"]
-    options = {
-        "torchrun": ["--nproc-per-node=2", *meets],
-        "deepspeed": ["--num_gpus=2", f"--master_port={port}"],
-    }
+    options = {"torchrun": ["--nproc-per-node=2", *meets], "deepspeed": ["--num_gpus=2", f"--master_port={port}"]}
     environment = {**os.environ, "JOB_SPEC": str(job), "DLAC_HOME": str(campaign.home), "OMP_NUM_THREADS": "1"}
     log = campaign.home / f"{run}.log"
     with log.open("ab") as stream:

@@ -19,6 +19,7 @@ from dlac_pipeline.read.opening.open_leg import open_leg
 from dlac_pipeline.spec.job_spec import JobSpec, read_spec
 from tests.conftest import PROGRAMS
 from tests.power_cut import Disk, Names
+from tests.small_records import raw_spec
 
 RUN = "r"
 STEPS = 6
@@ -76,15 +77,12 @@ def recorded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     folder = tmp_path_factory.mktemp("power")
     disk = Disk(folder / "disk", folder / "log")
     store = {} if request.param == "one place" else {"local": str(folder / "fast"), "store": str(disk.root / "store")}
-    raw = {
-        "run": RUN,
-        "source": {"table": "src.t", "columns": ["row_id", "x"]},
-        "order": {"batch_size": 8, "key_groups": 2},
-        "checkpoint": {"every_steps": 2, "keep_last": 1, **store},
-        "launch": {"script": str(PROGRAMS / "train_with_power_cut.py")},
-    }
+    checkpoint = {"every_steps": 2, "keep_last": 1, **store}
+    launch = {"script": str(PROGRAMS / "train_with_power_cut.py")}
+    order = {"batch_size": 8, "key_groups": 2}
+    raw = raw_spec(source={"columns": ["row_id", "x"]}, order=order, checkpoint=checkpoint, launch=launch)
     path = folder / "job.yaml"
-    path.write_text(yaml.safe_dump(raw))
+    path.write_text(yaml.safe_dump({**raw, "run": RUN}))
     made = Recorded(disk=disk, path=path)
     made.train(disk.environment)
     return made

@@ -96,13 +96,11 @@ def test_ray_workers_join_and_die(lake: Lake, cluster: Cluster) -> None:
     lake.started.append(training)
 
     def wait_for(world_size: int, attempt: int) -> None:
-        wait_until(
-            lambda: (
-                any((row.world_size, row.attempt) == (world_size, attempt) for row in lake.checkpoints("elastic"))
-                or training.poll() is not None
-            ),
-            what=f"a checkpoint of {world_size} workers",
-        )
+        def is_over() -> bool:
+            found = [(row.world_size, row.attempt) for row in lake.checkpoints("elastic")]
+            return (world_size, attempt) in found or training.poll() is not None
+
+        wait_until(is_over, what=f"a checkpoint of {world_size} workers")
 
     wait_for(1, 1)
     cluster.start_node()

@@ -1,26 +1,19 @@
 import os
 import signal
 
-import psutil
 import pytest
 
 from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
 from tests.conftest import Arena, Launch
+from tests.faults.test_preemption import check_gone
 
 STEPS = 40
 """Of a run whose launches are stopped: enough for several checkpoints."""
 
 
-def wait_until_gone(processes: list[psutil.Process]) -> None:
-    """Wait until all processes have ended. The guarantee is 30 seconds."""
-    _, alive = psutil.wait_procs(processes, timeout=30)
-    assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
-
-
 def finish_and_compare(campaign: Arena, run: str) -> Launch:
     """Launch the run again. Check that it resumes, finishes, and equals the undisturbed run."""
-    again = campaign.launch(campaign.spec(run, steps=STEPS))
-    assert again.wait() == 0, again.stderr
+    again = campaign.launched(campaign.spec(run, steps=STEPS))
     shares = [event["bytes"] / event["of"] for event in again.of("verifying")]
     assert shares == sorted(shares)
     assert (shares[0], shares[-1]) == (0.0, 1.0)
@@ -63,6 +56,6 @@ def test_death_of_orchestrator_is_stop(campaign: Arena) -> None:
     ranks = launch.ranks()
     launch.stdin.close()
     assert launch.wait() == 0, launch.stderr
-    wait_until_gone(ranks)
+    check_gone(ranks)
     assert launch.of("ended")[0]["ending"] == "stopped"
     assert campaign.lineage(run)[-1].step == launch.of("ended")[0]["step"] < 125

@@ -6,6 +6,7 @@ import pytest
 
 from dlac_pipeline.lakehouse.ledger.typed_rows import FinishRow, LedgerRow, RetireRow
 from tests.conftest import Arena, Launch
+from tests.faults.test_preemption import check_gone
 from tests.faults.undisturbed import STEPS, check_rows_of_a_pass
 
 
@@ -21,8 +22,7 @@ def check_refused(zombie: Launch, ranks: list[psutil.Process]) -> None:
     """Check that the resumed attempt ended with `Fenced`, and that none of its processes is left."""
     assert zombie.wait() == 80, zombie.events[-3:]
     assert zombie.of("error")[0]["kind"] == "Fenced"
-    _, alive = psutil.wait_procs(ranks, timeout=30)
-    assert [rank for rank in alive if rank.status() != psutil.STATUS_ZOMBIE] == []
+    check_gone(ranks)
 
 
 def rows_of_attempt(campaign: Arena, run: str, attempt: int) -> list[LedgerRow]:
@@ -79,8 +79,7 @@ def test_frozen_coordinator_cannot_commit(campaign: Arena) -> None:
     ranks = freeze(old)
 
     keeping = spec.model_copy(update={"checkpoint": spec.checkpoint.model_copy(update={"keep_last": 0})})
-    new = campaign.launch(keeping, takeover=True)
-    assert new.wait() == 0, new.stderr
+    campaign.launched(keeping, takeover=True)
     before, files = campaign.rows(run), files_of(campaign, run)
     old.signal_all(signal.SIGCONT)
     check_refused(old, ranks)

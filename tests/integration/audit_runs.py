@@ -283,15 +283,8 @@ def plain(shop: Workshop) -> None:
 
 
 TABLES: dict[Callable[[Workshop], None], tuple[str, ...]] = {
-    mixed: ("a", "b"),
-    packed: ("da", "db"),
-    transformed: ("tr",),
-    followed: ("f",),
-    followed_packed: ("fp",),
-    excluded: ("e",),
-    emptied: ("m", "mt"),
-    endless: ("n",),
-    plain: ("p",),
+    **{mixed: ("a", "b"), packed: ("da", "db"), transformed: ("tr",), followed: ("f",), followed_packed: ("fp",)},
+    **{excluded: ("e",), emptied: ("m", "mt"), endless: ("n",), plain: ("p",)},
 }
 """What trains a run of each kind, and the tables that it makes."""
 KINDS = {train.__name__: train for train in TABLES}
@@ -333,6 +326,11 @@ def without(which: Callable[[Columns], bool], number: int = 0) -> Change:
         return [row for row in rows if row is not chosen]
 
     return change
+
+
+def doubled(rows: list[Columns]) -> list[Columns]:
+    """The run with an advance that was recorded twice."""
+    return [*rows, rows_named(rows, "advance")[3]]
 
 
 def is_advance(row: Columns) -> bool:

@@ -14,6 +14,8 @@ from dlac_pipeline.extensions.dataset import DlacDataset, open_dataset
 from tests.empty_lakehouse import empty_lakehouse
 
 Seen = list[dict[str, Any]]
+_WARNINGS = ("This DataLoader will create", "'set_vital' is deprecated")
+LOADER_WARNINGS = [pytest.mark.filterwarnings(f"ignore:{text}") for text in _WARNINGS]
 KINDS = {
     "rows": {"columns": ["row_id"], "passes": 2},
     "filtered": {"columns": ["row_id"], "passes": 2, "row_filter": "row_id > 77", "exclude": ["row_id = 100"]},

@@ -16,76 +16,34 @@ from random import Random
 from typing import Any
 
 import pyarrow as pa
+from pyiceberg import transforms
+from pyiceberg import types as ice
 from pyiceberg.partitioning import PartitionField, PartitionSpec
 from pyiceberg.schema import Schema
-from pyiceberg.transforms import (
-    BucketTransform,
-    DayTransform,
-    HourTransform,
-    IdentityTransform,
-    MonthTransform,
-    Transform,
-    TruncateTransform,
-    VoidTransform,
-    YearTransform,
-)
-from pyiceberg.types import (
-    BinaryType,
-    BooleanType,
-    DateType,
-    DecimalType,
-    DoubleType,
-    FixedType,
-    FloatType,
-    IcebergType,
-    IntegerType,
-    ListType,
-    LongType,
-    NestedField,
-    StringType,
-    StructType,
-    TimestampType,
-    TimestamptzType,
-    TimeType,
-    UUIDType,
-)
 
 from tests.iceberg_schemas import arrow_fields, optional_fields
 from tests.integration.iceberg_writer import HandTable
 
 DAY_US = 86_400_000_000
 FLOAT_MAX = struct.unpack("<f", b"\xff\xff\x7f\x7f")[0]
+NUMBERS = {"i": ice.IntegerType(), "l": ice.LongType(), "f": ice.FloatType(), "d": ice.DoubleType()}
+BYTES = {"s": ice.StringType(), "bin": ice.BinaryType(), "fx": ice.FixedType(3), "u": ice.UUIDType()}
+MOMENTS = {"day": ice.DateType(), "clock": ice.TimeType(), "ts": ice.TimestampType(), "tz": ice.TimestamptzType()}
+PRICES = {"price": ice.DecimalType(9, 2), "big": ice.DecimalType(38, 10)}
 SCHEMA = Schema(
-    *optional_fields(
-        {
-            "i": IntegerType(),
-            "l": LongType(),
-            "f": FloatType(),
-            "d": DoubleType(),
-            "b": BooleanType(),
-            "s": StringType(),
-            "bin": BinaryType(),
-            "fx": FixedType(3),
-            "u": UUIDType(),
-            "day": DateType(),
-            "clock": TimeType(),
-            "ts": TimestampType(),
-            "tz": TimestamptzType(),
-            "price": DecimalType(9, 2),
-            "big": DecimalType(38, 10),
-            "a.b": LongType(),
-        }
-    ),
-    NestedField(
+    *optional_fields({**NUMBERS, "b": ice.BooleanType(), **BYTES, **MOMENTS, **PRICES, "a.b": ice.LongType()}),
+    ice.NestedField(
         17,
         "st",
-        StructType(
-            *optional_fields({"n": LongType(), "x.y": StringType()}, first_id=18),
-            NestedField(20, "deep", StructType(*optional_fields({"d": DoubleType()}, first_id=21)), required=False),
+        ice.StructType(
+            *optional_fields({"n": ice.LongType(), "x.y": ice.StringType()}, first_id=18),
+            ice.NestedField(
+                20, "deep", ice.StructType(*optional_fields({"d": ice.DoubleType()}, first_id=21)), required=False
+            ),
         ),
         required=False,
     ),
-    *optional_fields({"list": ListType(23, LongType(), element_required=False)}, first_id=22),
+    *optional_fields({"list": ice.ListType(23, ice.LongType(), element_required=False)}, first_id=22),
 )
 
 
@@ -108,35 +66,25 @@ def unscaled(value: int, scale: int) -> Decimal:
 WHOLE = [0, 1, 2, 5, 9, 10, 11, 99, 100, -1, -2, -10, -11]
 REAL = [0.0, -0.0, 0.1, 0.5, 1.0, 1.5, 2.0, -1.0, -0.1, 1e30, -1e30, 123456789.123, 5e-324, nan, nan, inf, -inf]
 TIMES = [
-    0,
-    -1,
-    1,
-    DAY_US,
-    -DAY_US,
-    3_600_000_000,
-    micros(1969, 12, 31, hour=12),
-    micros(1969, 2, 28),
-    micros(1968, 1, 1) - 1,
-    micros(2024, 1, 31, hour=23, minute=59),
-    micros(2024, 2, 1),
-    micros(2024, 12, 31, microsecond=5),
-    micros(1),
-    micros(9999, 12, 31),
+    *(0, -1, 1, DAY_US, -DAY_US, 3_600_000_000),
+    *(micros(1969, 12, 31, hour=12), micros(1969, 2, 28), micros(1968, 1, 1) - 1),
+    *(micros(2024, 1, 31, hour=23, minute=59), micros(2024, 2, 1), micros(2024, 12, 31, microsecond=5)),
+    *(micros(1), micros(9999, 12, 31)),
 ]
 POOLS: dict[type, list[Any]] = {
-    IntegerType: [*WHOLE, 2**31 - 1, -(2**31), 2**31 - 2],
-    LongType: [*WHOLE, 2**63 - 1, -(2**63), 2**53 + 1, -(2**63) + 1],
-    FloatType: [float32(x) for x in [*REAL, FLOAT_MAX, -FLOAT_MAX]],
-    DoubleType: [*REAL, 1.7976931348623157e308, float(2**53)],
-    BooleanType: [True, False],
-    StringType: ["", "a", "aa", "ab", "abc", "abd", "b", "B", "it's", "a%b", "a_b", "axb", "ä", "zz\U0010ffff", "\U0001f600x"],
-    BinaryType: [b"", b"a", b"ab", b"abc", b"b", b"\xff", b"\xff\xffz", b"\x00"],
-    FixedType: [b"aaa", b"aab", b"\xff\xff\xff", b"\x00\x00\x00"],
-    UUIDType: [uuid.UUID(int=n).bytes for n in (0, 1, 2**127, 2**128 - 1, 12345678901234567890)],
-    DateType: [x // DAY_US for x in TIMES],
-    TimeType: [0, 1, 3_600_000_000, 43_200_000_000, DAY_US - 1],
-    TimestampType: TIMES,
-    TimestamptzType: TIMES,
+    ice.IntegerType: [*WHOLE, 2**31 - 1, -(2**31), 2**31 - 2],
+    ice.LongType: [*WHOLE, 2**63 - 1, -(2**63), 2**53 + 1, -(2**63) + 1],
+    ice.FloatType: [float32(x) for x in [*REAL, FLOAT_MAX, -FLOAT_MAX]],
+    ice.DoubleType: [*REAL, 1.7976931348623157e308, float(2**53)],
+    ice.BooleanType: [True, False],
+    ice.StringType: [*"aBbä", "", "aa", "ab", "abc", "abd", "it's", "a%b", "a_b", "axb", "zz\U0010ffff", "\U0001f600x"],
+    ice.BinaryType: [b"", b"a", b"ab", b"abc", b"b", b"\xff", b"\xff\xffz", b"\x00"],
+    ice.FixedType: [b"aaa", b"aab", b"\xff\xff\xff", b"\x00\x00\x00"],
+    ice.UUIDType: [uuid.UUID(int=n).bytes for n in (0, 1, 2**127, 2**128 - 1, 12345678901234567890)],
+    ice.DateType: [x // DAY_US for x in TIMES],
+    ice.TimeType: [0, 1, 3_600_000_000, 43_200_000_000, DAY_US - 1],
+    ice.TimestampType: TIMES,
+    ice.TimestamptzType: TIMES,
 }  # fmt: skip
 DECIMALS = {
     (9, 2): [Decimal(x) for x in ("0.00", "0.10", "1.50", "-1.50", "-0.01", "9999999.99", "-9999999.90", "0.49")],
@@ -148,10 +96,10 @@ DECIMALS = {
 class Leaf:
     """A column or a field of a struct: its place in a row, and how filters call it."""
 
-    path: tuple[NestedField, ...]
+    path: tuple[ice.NestedField, ...]
 
     @property
-    def kind(self) -> IcebergType:
+    def kind(self) -> ice.IcebergType:
         """Its type."""
         return self.path[-1].field_type
 
@@ -174,10 +122,10 @@ class Leaf:
         )
 
 
-def leaves_of(fields: Sequence[NestedField], above: tuple[NestedField, ...] = ()) -> Iterator[Leaf]:
+def leaves_of(fields: Sequence[ice.NestedField], above: tuple[ice.NestedField, ...] = ()) -> Iterator[Leaf]:
     """Every leaf of a schema."""
     for each in fields:
-        if isinstance(each.field_type, StructType):
+        if isinstance(each.field_type, ice.StructType):
             yield from leaves_of(each.field_type.fields, (*above, each))
         elif each.field_type.is_primitive:
             yield Leaf((*above, each))
@@ -186,9 +134,9 @@ def leaves_of(fields: Sequence[NestedField], above: tuple[NestedField, ...] = ()
 LEAVES = list(leaves_of(SCHEMA.fields))
 
 
-def pool_of(kind: IcebergType) -> list[Any]:
+def pool_of(kind: ice.IcebergType) -> list[Any]:
     """Values of a type, its extremes among them."""
-    return DECIMALS[kind.precision, kind.scale] if isinstance(kind, DecimalType) else POOLS[type(kind)]
+    return DECIMALS[kind.precision, kind.scale] if isinstance(kind, ice.DecimalType) else POOLS[type(kind)]
 
 
 # Partition transforms, written independently of what is tested.
@@ -208,36 +156,36 @@ def months(days: int) -> int:
     return (found.year - 1970) * 12 + found.month - 1
 
 
-def truncated(kind: IcebergType, width: int) -> Apply:
+def truncated(kind: ice.IcebergType, width: int) -> Apply:
     """The transform truncate[width]."""
-    if isinstance(kind, StringType | BinaryType):
+    if isinstance(kind, ice.StringType | ice.BinaryType):
         return lambda value: value[:width]
-    if isinstance(kind, DecimalType):
+    if isinstance(kind, ice.DecimalType):
         scale = kind.scale
         return lambda value: unscaled(int(Fraction(value) * 10**scale) // width * width, scale)
-    bits = 32 if isinstance(kind, IntegerType) else 64
+    bits = 32 if isinstance(kind, ice.IntegerType) else 64
     return lambda value: wrapped(value - value % width, bits)
 
 
-def transforms_of(kind: IcebergType) -> list[tuple[Transform[Any, Any], Apply]]:
+def transforms_of(kind: ice.IcebergType) -> list[tuple[transforms.Transform[Any, Any], Apply]]:
     """Every transform of a type, and what it does to a value."""
-    found: list[tuple[Transform[Any, Any], Apply]] = [
-        (IdentityTransform(), lambda value: value),
-        (VoidTransform(), lambda _: None),
+    found: list[tuple[transforms.Transform[Any, Any], Apply]] = [
+        (transforms.IdentityTransform(), lambda value: value),
+        (transforms.VoidTransform(), lambda _: None),
     ]
-    if not isinstance(kind, BooleanType | FloatType | DoubleType):
-        found.append((BucketTransform(3), BucketTransform(3).transform(kind)))
-    if isinstance(kind, IntegerType | LongType | DecimalType | StringType | BinaryType):
-        found += [(TruncateTransform(width), truncated(kind, width)) for width in (1, 2, 10)]
-    if isinstance(kind, DateType | TimestampType | TimestamptzType):
-        per_day = 1 if isinstance(kind, DateType) else DAY_US
+    if not isinstance(kind, ice.BooleanType | ice.FloatType | ice.DoubleType):
+        found.append((transforms.BucketTransform(3), transforms.BucketTransform(3).transform(kind)))
+    if isinstance(kind, ice.IntegerType | ice.LongType | ice.DecimalType | ice.StringType | ice.BinaryType):
+        found += [(transforms.TruncateTransform(width), truncated(kind, width)) for width in (1, 2, 10)]
+    if isinstance(kind, ice.DateType | ice.TimestampType | ice.TimestamptzType):
+        per_day = 1 if isinstance(kind, ice.DateType) else DAY_US
         found += [
-            (YearTransform(), lambda value: months(value // per_day) // 12),
-            (MonthTransform(), lambda value: months(value // per_day)),
-            (DayTransform(), lambda value: value // per_day),
+            (transforms.YearTransform(), lambda value: months(value // per_day) // 12),
+            (transforms.MonthTransform(), lambda value: months(value // per_day)),
+            (transforms.DayTransform(), lambda value: value // per_day),
         ]
         if per_day > 1:
-            found.append((HourTransform(), lambda value: value // 3_600_000_000))
+            found.append((transforms.HourTransform(), lambda value: value // 3_600_000_000))
     return found
 
 
@@ -293,15 +241,9 @@ def _append(case: Case, random: Random, *, spec: int) -> None:
         by_partition.setdefault(repr(key), (key, []))[1].append(row)
     for key, part in by_partition.values():
         absent = _absent(case, spec, random)
-        path = case.hand.append(
-            arrow_of(part),
-            schema=Schema(*(each for each in SCHEMA.fields if each.name not in absent)),
-            spec=spec,
-            partition=key,
-            row_group_rows=row_group_rows,
-            statistics=metrics and footer,
-            footer=footer,
-        )
+        schema = Schema(*(each for each in SCHEMA.fields if each.name not in absent))
+        written: dict[str, Any] = {"row_group_rows": row_group_rows, "statistics": metrics and footer, "footer": footer}
+        path = case.hand.append(arrow_of(part), schema=schema, spec=spec, partition=key, **written)
         case.places += [(path, position) for position in range(len(part))]
         case.rows += part
 
@@ -316,7 +258,7 @@ def _absent(case: Case, spec: int, random: Random) -> set[str]:
     found = {
         leaf.path[0].name
         for (leaf, _), part in zip(case.parts[spec], fields, strict=True)
-        if isinstance(part.transform, IdentityTransform) and len(leaf.path) == 1
+        if isinstance(part.transform, transforms.IdentityTransform) and len(leaf.path) == 1
     }
     return found if random.random() < 0.3 else set()
 
@@ -326,20 +268,20 @@ def rows_of(random: Random, count: int) -> list[dict[str, Any]]:
     pools = {leaf.field_id: _pool(random, leaf.kind) for leaf in LEAVES}
     structs_are_null = random.choice([0, 0, 0.3, 1])
 
-    def made(fields: Sequence[NestedField]) -> dict[str, Any]:
+    def made(fields: Sequence[ice.NestedField]) -> dict[str, Any]:
         return {each.name: value(each) for each in fields}
 
-    def value(each: NestedField) -> Any:
-        if isinstance(each.field_type, StructType):
+    def value(each: ice.NestedField) -> Any:
+        if isinstance(each.field_type, ice.StructType):
             return None if random.random() < structs_are_null else made(each.field_type.fields)
-        if isinstance(each.field_type, ListType):
+        if isinstance(each.field_type, ice.ListType):
             return random.choice([None, [], [1, None]])
         return random.choice(pools[each.field_id])
 
     return [made(SCHEMA.fields) for _ in range(count)]
 
 
-def _pool(random: Random, kind: IcebergType) -> list[Any]:
+def _pool(random: Random, kind: ice.IcebergType) -> list[Any]:
     values = pool_of(kind)
     few: list[Any] = [random.choice(values) for _ in range(random.choice([1, 1, 2, 3, 8]))]
     return random.choice([[None], few, few, [None, *few], [None, *few]])
@@ -394,10 +336,10 @@ def _atom(random: Random, case: Case) -> tuple[str, Decide]:
     if made < 0.12:
         negated = random.random() < 0.5
         return f"{name} is {'not ' * negated}null", lambda row: (leaf.of(row) is None) != negated
-    if made < (0.35 if isinstance(leaf.kind, FloatType | DoubleType) else 0.14):
+    if made < (0.35 if isinstance(leaf.kind, ice.FloatType | ice.DoubleType) else 0.14):
         negated = random.random() < 0.5
         return f"{name} is {'not ' * negated}nan", lambda row: _is_nan(leaf.of(row), negated)
-    if made < 0.35 and isinstance(leaf.kind, StringType):
+    if made < 0.35 and isinstance(leaf.kind, ice.StringType):
         return _like(random, name, leaf)
     if made < 0.55:
         return _membership(random, name, leaf, case.values(random, leaf))
@@ -477,25 +419,25 @@ def _compared(value: Any, operator: str, key: Any) -> Truth:
     return bool({"<": value < key, "<=": value <= key, ">": value > key, ">=": value >= key}[operator])
 
 
-def literal_of(random: Random, kind: IcebergType, values: Sequence[Any]) -> tuple[str, Any]:
+def literal_of(random: Random, kind: ice.IcebergType, values: Sequence[Any]) -> tuple[str, Any]:
     """A literal, mostly one of `values`, that may be compared with a type, and the value that it has there."""
     value = random.choice(values)
-    if isinstance(kind, IntegerType | LongType | DecimalType | FloatType | DoubleType):
+    if isinstance(kind, ice.IntegerType | ice.LongType | ice.DecimalType | ice.FloatType | ice.DoubleType):
         return _number(random, kind, value)
-    if isinstance(kind, BooleanType):
+    if isinstance(kind, ice.BooleanType):
         text = str(value).lower()
         return random.choice([text, text.upper(), f"'{text}'"]), value
-    if isinstance(kind, StringType):
+    if isinstance(kind, ice.StringType):
         return "'" + value.replace("'", "''") + "'", value
-    if isinstance(kind, BinaryType | FixedType):
+    if isinstance(kind, ice.BinaryType | ice.FixedType):
         return random.choice([(f"X'{value.hex()}'", value), ("'ab'", b"ab"), ("'ä'", "ä".encode())])
-    if isinstance(kind, UUIDType):
+    if isinstance(kind, ice.UUIDType):
         return f"'{uuid.UUID(bytes=value)}'", value
     return _time(random, kind, value)
 
 
-def _number(random: Random, kind: IcebergType, value: Any) -> tuple[str, Any]:
-    real = isinstance(kind, FloatType | DoubleType)
+def _number(random: Random, kind: ice.IcebergType, value: Any) -> tuple[str, Any]:
+    real = isinstance(kind, ice.FloatType | ice.DoubleType)
     if real and isnan(value):
         value = 0.0
     if real and value in (inf, -inf):
@@ -511,16 +453,16 @@ def _number(random: Random, kind: IcebergType, value: Any) -> tuple[str, Any]:
     if not real:
         return text, number
     try:
-        return text, float32(float(number)) if isinstance(kind, FloatType) else float(number)
+        return text, float32(float(number)) if isinstance(kind, ice.FloatType) else float(number)
     except OverflowError:  # it is nearer to infinity than to the greatest value
         return text, number
 
 
-def _time(random: Random, kind: IcebergType, value: int) -> tuple[str, Any]:
-    if isinstance(kind, TimeType):
+def _time(random: Random, kind: ice.IcebergType, value: int) -> tuple[str, Any]:
+    if isinstance(kind, ice.TimeType):
         at = datetime(1970, 1, 1) + timedelta(microseconds=value)
         return random.choice([(f"'{at.time().isoformat()}'", value), ("time '12:00'", DAY_US // 2)])
-    at = datetime(1970, 1, 1) + timedelta(microseconds=value * (DAY_US if isinstance(kind, DateType) else 1))
+    at = datetime(1970, 1, 1) + timedelta(microseconds=value * (DAY_US if isinstance(kind, ice.DateType) else 1))
     exact = Fraction((at - datetime(1970, 1, 1)) // timedelta(microseconds=1))
     text = at.isoformat(sep=random.choice("T "))
     choice = random.random()
@@ -528,9 +470,9 @@ def _time(random: Random, kind: IcebergType, value: int) -> tuple[str, Any]:
         text, exact = at.date().isoformat(), Fraction(exact // DAY_US * DAY_US)
     elif choice < 0.4 and len(text) == 19:
         text, exact = text + ".0000005", exact + Fraction(1, 2)
-    elif choice < 0.6 and isinstance(kind, TimestamptzType):
+    elif choice < 0.6 and isinstance(kind, ice.TimestamptzType):
         text, exact = random.choice(
             [(text + "Z", exact), (text + "+02:00", exact - 7_200_000_000), (text + "-0030", exact + 1_800_000_000)]
         )
     word = random.choice(["", "", "timestamp "])
-    return f"{word}'{text}'", exact / DAY_US if isinstance(kind, DateType) else exact
+    return f"{word}'{text}'", exact / DAY_US if isinstance(kind, ice.DateType) else exact

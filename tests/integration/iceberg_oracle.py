@@ -5,8 +5,11 @@ from typing import Any
 
 import duckdb
 import numpy as np
+import pyarrow as pa
+import pytest
 from pyiceberg.manifest import DataFileContent
 
+from dlac_pipeline.lakehouse.iceberg.columns import FileColumns
 from dlac_pipeline.lakehouse.iceberg.row_groups import RowGroup
 from tests.integration.iceberg_writer import Written
 
@@ -18,10 +21,8 @@ def oracle(files: Sequence[Written]) -> dict[str, list[int]]:
         for data in files:
             if data.content != DataFileContent.DATA:
                 continue
-            sql, arguments = (
-                "SELECT file_row_number FROM read_parquet(?, file_row_number = true) AS d WHERE true",
-                [data.path],
-            )
+            sql = "SELECT file_row_number FROM read_parquet(?, file_row_number = true) AS d WHERE true"
+            arguments = [data.path]
             for delete in _applying(files, data):
                 condition, more = _condition(delete, data)
                 sql += condition
@@ -33,18 +34,10 @@ def oracle(files: Sequence[Written]) -> dict[str, list[int]]:
 def _applying(files: Sequence[Written], data: Written) -> list[Written]:
     """The delete files that apply, by the specification's words on scan planning."""
     vectors = [one for one in files if data.path in one.positions and one.sequence >= data.sequence]
-    positional = [
-        one
-        for one in files
-        if one.content == DataFileContent.POSITION_DELETES and not one.positions and one.sequence >= data.sequence
-    ]
-    equality = [
-        one
-        for one in files
-        if one.content == DataFileContent.EQUALITY_DELETES
-        and one.sequence > data.sequence
-        and one.partition in (None, data.partition)
-    ]
+    positional = [one for one in files if one.content == DataFileContent.POSITION_DELETES and not one.positions]
+    positional = [one for one in positional if one.sequence >= data.sequence]
+    equality = [one for one in files if one.content == DataFileContent.EQUALITY_DELETES]
+    equality = [one for one in equality if one.sequence > data.sequence and one.partition in (None, data.partition)]
     return [*(vectors or positional), *equality]
 
 
@@ -65,3 +58,16 @@ def live_positions(groups: Iterable[RowGroup]) -> dict[str, list[int]]:
         alive = np.setdiff1d(np.arange(group.rows), group.dead) + group.first_row
         live.setdefault(group.file_path, []).extend(alive.tolist())
     return live
+
+
+def count_aligned_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return the list of rows of each row group whose columns are aligned from now on."""
+    aligned: list[int] = []
+    real = FileColumns.align
+
+    def counted(columns: FileColumns, read: pa.Table, count: int) -> pa.Table:
+        aligned.append(count)
+        return real(columns, read, count)
+
+    monkeypatch.setattr(FileColumns, "align", counted)
+    return aligned

@@ -86,15 +86,19 @@ def layout_folder(folder: Path, kind: str) -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
+def adopted(arena: Arena, kind: str) -> tuple[JobSpec, dict[str, torch.Tensor]]:
+    """Begin the run "r" of ten steps with a trained model in a layout. Return its spec, and the model's weights."""
+    arena.table(appends=(320,))
+    spec = arena.spec("r", world_size=1, passes=1)
+    weights = layout_folder(arena.home / "foreign", kind)
+    assert adopt_checkpoint(arena.lakehouse, spec, foreign_checkpoint(arena.home / "foreign")) == arena.head("r")
+    return spec, weights
+
+
 @pytest.mark.slow
 def test_safetensors_begin_a_run(arena: Arena) -> None:
     """What the layout lacks is the script's: the state of the optimizer, and the schedule."""
-    arena.table(appends=(320,))
-    spec = arena.spec("r", world_size=1, passes=1)
-    folder = arena.home / "foreign"
-    weights = layout_folder(folder, "pretrained")
-    checkpoint_id = adopt_checkpoint(arena.lakehouse, spec, foreign_checkpoint(folder))
-    assert arena.head("r") == checkpoint_id
+    spec, weights = adopted(arena, "pretrained")
     start, optimizer = begin(arena, spec, nested=True)
     assert all(torch.equal(start[name], weights[name]) for name in weights)
     assert (optimizer["param_groups"][0]["lr"], optimizer["state"]) == (0.03, {})
@@ -130,10 +134,7 @@ def begin(
 @pytest.mark.slow
 def test_exported_state_begins_a_run(arena: Arena) -> None:
     """`dlac checkpoint export-state` writes what `adopt` takes. The digest of the file leads to the checkpoint."""
-    arena.table(appends=(320,))
-    spec = arena.spec("r", world_size=1, passes=1)
-    layout_folder(arena.home / "foreign", "dcp")
-    adopt_checkpoint(arena.lakehouse, spec, foreign_checkpoint(arena.home / "foreign"))
+    spec, _ = adopted(arena, "dcp")
     weights, _ = begin(arena, spec, schedule=False, frozen=True)
     out = arena.home / "state"
     command = ("checkpoint", "export-state", "r", str(out), "--spec", str(arena.home / "r.yaml"))
@@ -152,10 +153,7 @@ def test_exported_state_begins_a_run(arena: Arena) -> None:
 @pytest.mark.slow
 def test_damaged_shard_is_not_exported(arena: Arena) -> None:
     """The digest of the file of tensors is compared before anything is read from it."""
-    arena.table(appends=(320,))
-    spec = arena.spec("r", world_size=1, passes=1)
-    layout_folder(arena.home / "foreign", "shards")
-    adopt_checkpoint(arena.lakehouse, spec, foreign_checkpoint(arena.home / "foreign"))
+    spec, _ = adopted(arena, "shards")
     (row,) = arena.lineage("r")
     (path,) = folder_of(row.manifest_uri).glob("*.safetensors")
     content = bytearray(path.read_bytes())
@@ -263,11 +261,7 @@ def test_truncated_safetensors_begin_no_run(arena: Arena) -> None:
 
 def test_a_dcp_checkpoint_begins_a_run(arena: Arena, here: Command) -> None:
     """Weights and optimizer come from the foreign checkpoint, all rows are consumed after it, and the ledger has its origin."""
-    arena.table(appends=(320,))
-    spec = arena.spec("r", world_size=1, passes=1)
-    weights = layout_folder(arena.home / "foreign", "dcp")
-    checkpoint_id = adopt_checkpoint(arena.lakehouse, spec, foreign_checkpoint(arena.home / "foreign"))
-    assert arena.head("r") == checkpoint_id
+    spec, weights = adopted(arena, "dcp")
     start, optimizer = begin(arena, spec, schedule=False)
     assert all(torch.equal(start[name], weights[name]) for name in weights)
     assert [state["step"] for state in optimizer["state"].values()] == [3, 3]
@@ -296,8 +290,7 @@ def test_a_deepspeed_checkpoint_begins_a_run(arena: Arena) -> None:
     subprocess.run([*torchrun, str(program), str(foreign)], env=environment, check=True, timeout=240)
     adopted = dlac_command("checkpoint", "adopt", str(path), str(foreign), home=arena.home)
     assert adopted.returncode == 0, adopted.stderr
-    launch = arena.launch(spec)
-    assert launch.wait() == 0, launch.stderr
+    launch = arena.launched(spec)
     assert launch.of("recovered") == []
     assert launch.of("attempt")[0]["step"] == 0
     root, *_, head = arena.lineage("r")

@@ -139,9 +139,7 @@ def test_failed_checks_of_our_runs_are_reported(arena: Arena, home: Path, instan
 
 
 @pytest.mark.slow
-def test_refused_alert_is_retried_in_order(
-    arena: Arena, home: Path, instance: dg.DagsterInstance, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refused_alert_is_retried_in_order(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
     """The tick fails, and the next one sends it before later ones. After an hour it is given up."""
     pager = Pager()
     watch = watched(instance, "failure_alerts", pager)
@@ -160,7 +158,7 @@ def test_refused_alert_is_retried_in_order(
     assert pager.sent == [("gave_up", "refused"), ("gave_up", "after-it")]
     fails("unwanted")
     pager.asked = 0
-    monkeypatch.setattr(alerts, "HELD_S", 0.0)
+    arena.monkeypatch.setattr(alerts, "HELD_S", 0.0)
     assert "gave up the alert" in str(watch.tick())
     fails("last")
     watch.tick()

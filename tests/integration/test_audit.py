@@ -9,10 +9,7 @@ import numpy as np
 import pytest
 
 from dlac_pipeline.audit.audit import audit_run
-from dlac_pipeline.audit.lakehouse_sql import (
-    open_audit,
-    rows_of,
-)
+from dlac_pipeline.audit.lakehouse_sql import open_audit, rows_of
 from dlac_pipeline.extensions.auditors.queries import lock_to_lakehouse
 from dlac_pipeline.extensions.erasure.explain import explain_sql
 from dlac_pipeline.lakehouse.iceberg import own_rows
@@ -21,7 +18,15 @@ from dlac_pipeline.lakehouse.ledger.schemas import TABLES
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, Columns
 from examples.demo.report import write_report
 from tests.fixtures import ROWS, Lake
-from tests.integration.audit_runs import changed, check_script_agrees, is_advance, rows_named, until_step, without
+from tests.integration.audit_runs import (
+    changed,
+    check_script_agrees,
+    doubled,
+    is_advance,
+    rows_named,
+    until_step,
+    without,
+)
 
 
 @pytest.mark.parametrize("run", ["reference", "faulty"])
@@ -82,11 +87,6 @@ def rewound(rows: list[Columns]) -> list[Columns]:
     return [*kept, {**target, "kind": "rewind", "seq": seq, "head_after": target["checkpoint_id"]}]
 
 
-def twice(rows: list[Columns]) -> list[Columns]:
-    """Return a run with an advance that was recorded twice."""
-    return [*rows, rows_named(rows, "advance")[3]]
-
-
 @pytest.mark.slow
 def test_script_ends_with_verdict(lake: Lake) -> None:
     """The script's totals, problems and verdict are the audit's, of runs that are exact and of such that are not."""
@@ -94,7 +94,7 @@ def test_script_ends_with_verdict(lake: Lake) -> None:
         assert check_script_agrees(lake.lakehouse, run).exact
     assert check_script_agrees(lake.lakehouse, "faulty", "16").step == 16
     repeated, lacking = (
-        check_script_agrees(lake.lakehouse, lake.forge(change)) for change in (twice, without(is_advance, 3))
+        check_script_agrees(lake.lakehouse, lake.forge(change)) for change in (doubled, without(is_advance, 3))
     )
     assert repeated.rows_duplicated > 0
     assert lacking.rows_missing > 0
@@ -103,9 +103,8 @@ def test_script_ends_with_verdict(lake: Lake) -> None:
 @pytest.mark.slow
 def test_the_report_compares_two_runs(lake: Lake, tmp_path: Path) -> None:
     """It finds the disturbed run equal to the undisturbed one, and one differing loss otherwise."""
-    content = write_report(
-        lake.lakehouse, {"reference": "reference", "faulty": "faulty"}, tmp_path / "report", {"training": 1.5}
-    )
+    runs = {"reference": "reference", "faulty": "faulty"}
+    content = write_report(lake.lakehouse, runs, tmp_path / "report", {"training": 1.5})
     steps = len(lake.journal("faulty"))
     assert (content["ok"], content["losses_identical"], content["steps_compared"]) == (True, True, steps)
     assert (content["rows_consumed_once"], content["no_row_twice"], content["no_row_missing"]) == (True, True, True)
@@ -145,11 +144,8 @@ def test_a_query_opens_only_tables_it_needs(lake: Lake) -> None:
 def test_large_ledger_answers_the_same(lake: Lake, monkeypatch: pytest.MonkeyPatch) -> None:
     """A ledger that is read from its files has the rows of one that is loaded, with and without access to other files."""
     ledger = Ledger(lake.lakehouse)
-    rows, report, explained = (
-        ledger.rows("faulty"),
-        audit_run(lake.lakehouse, "faulty"),
-        explain_sql(lake.lakehouse, "faulty"),
-    )
+    rows, report = ledger.rows("faulty"), audit_run(lake.lakehouse, "faulty")
+    explained = explain_sql(lake.lakehouse, "faulty")
     queries = [
         "FROM consumed_rows ORDER BY ALL",
         "FROM coverage ORDER BY ALL",

@@ -10,16 +10,7 @@ import pyarrow as pa
 import pytest
 
 from dlac_pipeline.lakehouse.ledger.typed_rows import Columns
-from tests.integration.audit_runs import (
-    Change,
-    Workshop,
-    changed,
-    is_advance,
-    trained,
-    unchanged,
-    until_step,
-    without,
-)
+from tests.integration.audit_runs import Change, Workshop, changed, is_advance, trained, unchanged, until_step, without
 
 
 def leg_changed(number: int, change: Callable[[dict[str, Any]], object]) -> Change:
@@ -91,11 +82,7 @@ CONTRADICTIONS: list[tuple[str, Change, str]] = [
     ("mixed", leg_changed(1, lambda record: record.update(batch_size=64)), "expected 64 rows of steps"),
     ("mixed", leg_changed(1, lambda record: record.update(start_step=27)), "expected leg 1 to begin at step 28"),
     ("mixed", leg_changed(1, lambda record: record.update(key_groups=8)), "number of key groups in all legs"),
-    (
-        "mixed",
-        leg_changed(0, of_source(1, passes=2)),
-        "expected 2 passes over src.b in leg 0, found 0 before it and 1",
-    ),
+    ("mixed", leg_changed(0, of_source(1, passes=2)), "expected 2 passes over src.b in leg 0, found 0 before it and 1"),
     ("mixed", leg_changed(1, moved_cursor), "where leg 1 begins, found"),
     ("mixed", leg_changed(0, lambda record: record["sources"].pop()), "expected plan nothing"),
     ("mixed", leg_changed(0, of_source(0, start={})), "expected plan nothing"),
@@ -122,11 +109,7 @@ CONTRADICTIONS: list[tuple[str, Change, str]] = [
     ("excluded", leg_changed(1, lambda record: record["sources"][0]["start"]["open"].clear()), "expected plan"),
     ("followed", leg_changed(2, lambda record: record["sources"][0]["start"]["upcoming"].clear()), "expected plan"),
     ("emptied", leg_changed(1, not_emptied), "expected the run to finish after 2 passes of src.mt, found 1"),
-    (
-        "plain",
-        leg_changed(0, of_source(0, follow="appends")),
-        "in one pass of a followed table, found it in passes",
-    ),
+    ("plain", leg_changed(0, of_source(0, follow="appends")), "in one pass of a followed table, found it in passes"),
     ("endless", leg_changed(0, lambda record: record.update(steps=40)), "expected the run to finish at step 40"),
 ]
 """Run, change of its ledger rows, and what the audit must say of it: either part of "a|b"."""

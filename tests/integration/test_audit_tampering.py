@@ -7,23 +7,11 @@ from dlac_pipeline.audit.lakehouse_sql import open_audit
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow, Columns
 from tests.fixtures import Lake
-from tests.integration.audit_runs import (
-    Change,
-    changed,
-    is_advance,
-    rows_named,
-    unchanged,
-    until_step,
-    without,
-)
+from tests.integration.audit_runs import Change, changed, doubled, is_advance, unchanged, until_step, without
 
 
 def test_an_advance_recorded_twice_is_found(lake: Lake) -> None:
     """The same rows in two advances are rows duplicated."""
-
-    def doubled(rows: list[Columns]) -> list[Columns]:
-        return [*rows, rows_named(rows, "advance")[3]]
-
     name = lake.forge(doubled)
     report = audit_run(lake.lakehouse, name)
     advance = Ledger(lake.lakehouse).rows("faulty", kinds=(AdvanceRow,))[3]
@@ -75,10 +63,7 @@ LEDGER: list[tuple[Change, str]] = [
     (changed(is_advance, first_step=3), "of steps 1 to 8, found 32 of steps 3 to 8"),
     (changed(is_advance, last_step=6), "in steps 1 to 8, found them in steps 1 to 6"),
     (changed(is_advance, applied=False), "expected rows of 0 steps that were not applied, found 32"),
-    (
-        lambda rows: [row for row in rows if row["step"] != 16 or not is_advance(row)],
-        "expected advances of checkpoint",
-    ),
+    (lambda rows: [row for row in rows if row["step"] != 16 or not is_advance(row)], "expected advances of checkpoint"),
     (without(is_second_checkpoint), "before it in the ledger, found none"),
     (changed(is_second_checkpoint, skipped_steps=1), "expected 8 steps from"),
     (changed(is_second_checkpoint, seq=999), "expected one append per seq from 1 to 999"),

@@ -18,7 +18,7 @@ from dlac_pipeline.lakehouse.errors import CommitConflict, FormatTooNew, NoSuchS
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.lakehouse.iceberg.pins import hold, remove_pin
 from dlac_pipeline.lakehouse.iceberg.safe_commit import GuardedSqlCatalog
-from dlac_pipeline.lakehouse.iceberg.snapshots import pin, pin_tag
+from dlac_pipeline.lakehouse.iceberg.snapshots import pin, pin_tag, snapshot_of
 from dlac_pipeline.lakehouse.retrying import retrying
 from tests.empty_lakehouse import empty_lakehouse
 
@@ -39,9 +39,7 @@ def lakehouse(tmp_path: Path) -> Lakehouse:
 def append(lakehouse: Lakehouse) -> int:
     """Append a data file; returns the snapshot."""
     lakehouse.load("src.t").append(ROWS)
-    current = lakehouse.load("src.t").current_snapshot()
-    assert current is not None
-    return current.snapshot_id
+    return snapshot_of(lakehouse.load("src.t"), None).snapshot_id
 
 
 def losing(monkeypatch: pytest.MonkeyPatch, races: Iterator[bool]) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,15 +21,8 @@ from tests.conftest import Arena
 from tests.fixtures import Command
 
 _READS = (
-    ("status", "r"),
-    ("checkpoint", "list", "r"),
-    ("audit", "r"),
-    ("incidents",),
-    ("table", "pins"),
-    ("sql", "FROM checkpoints"),
-    ("ledger", "upkeep"),
-    ("checkpoint", "retire", "r"),
-    ("rehearse", "r"),
+    *(("status", "r"), ("checkpoint", "list", "r"), ("audit", "r"), ("incidents",), ("table", "pins")),
+    *(("sql", "FROM checkpoints"), ("ledger", "upkeep"), ("checkpoint", "retire", "r"), ("rehearse", "r")),
 )
 
 
@@ -118,11 +112,8 @@ def test_unexpected_exception_is_one_line(tmp_path: Path, monkeypatch: pytest.Mo
     """The traceback is in a file that only this user may read, and the exit status reports a bug."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
-
-    def fail(*_: object, **__: object) -> None:
-        raise KeyError("[/b] of nothing")
-
-    monkeypatch.setattr("dlac_pipeline.lakehouse.iceberg.connect.connect", fail)
+    fails = Mock(side_effect=KeyError("[/b] of nothing"))
+    monkeypatch.setattr("dlac_pipeline.lakehouse.iceberg.connect.connect", fails)
     done = here("status", "r", home=tmp_path)
     assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (70, "", 1)
     assert "unexpected KeyError: '[/b] of nothing'" in done.stderr

@@ -1,5 +1,6 @@
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from pyiceberg.catalog.sql import SqlCatalog
@@ -17,6 +18,7 @@ from dlac_pipeline.lakehouse.ledger.run_rows import Fence
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, LegRow
 from tests.conftest import Arena
 from tests.small_records import small_recovery
+from tests.snapshots import check_readable
 
 RUN = "r1"
 Commit = Callable[..., CommitTableResponse]
@@ -37,12 +39,10 @@ def checkpoint(ledger: Ledger, name: str, parent: str | None = None) -> RunState
     return commit_checkpoint(ledger, attempt, checkpoint_id=name, parent=parent, rows=rows)
 
 
-def check_readable(lakehouse: Lakehouse) -> None:
-    """Every retained snapshot of the ledger can be read, and the table takes another append."""
-    table = lakehouse.own("consumption")
-    for snapshot in table.snapshots():
-        table.scan(snapshot_id=snapshot.snapshot_id).to_arrow()
-    claim(Ledger(lakehouse), "another", nonce="x", replaces=0)
+def check_usable(lakehouse: Lakehouse, claimed: str = "another") -> None:
+    """Check that the ledger takes another append, and that every retained snapshot can be read."""
+    claim(Ledger(lakehouse), claimed, nonce="x", replaces=0)
+    check_readable(lakehouse)
 
 
 def once(monkeypatch: pytest.MonkeyPatch, faulty: Callable[[Commit, Any], CommitTableResponse]) -> None:
@@ -92,7 +92,7 @@ def test_a_commit_in_doubt_is_recorded_once(
     assert checkpoint(ledger, "a").fence.head == "a"
     (row,) = ledger.rows(RUN, kinds=(CheckpointRow,))
     assert (row.checkpoint_id, row.seq) == ("a", 2)
-    check_readable(ledger.lakehouse)
+    check_usable(ledger.lakehouse)
 
 
 def test_landed_append_is_no_conflict(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,17 +102,13 @@ def test_landed_append_is_no_conflict(ledger: Ledger, monkeypatch: pytest.Monkey
     once(monkeypatch, landed_but_refused)
     table.append(rows)
     assert len(table.history()) == 1
-    check_readable(ledger.lakehouse)
+    check_usable(ledger.lakehouse)
 
 
 def test_refused_append_is_a_conflict(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     """An append that did not land fails as a conflict."""
-
-    def refused(commit: Commit, request: Any) -> CommitTableResponse:
-        raise CommitFailedException("another commit was first")
-
     table = ledger.lakehouse.own("plans")
-    once(monkeypatch, refused)
+    once(monkeypatch, Mock(side_effect=CommitFailedException("another commit was first")))
     with pytest.raises(CommitConflict, match="did not land"):
         table.append(table.scan().to_arrow())
     assert ledger.lakehouse.own("plans").current_snapshot() is None
@@ -136,20 +132,17 @@ def test_expired_commit_is_recognized(ledger: Ledger, monkeypatch: pytest.Monkey
     once(monkeypatch, landed_long_ago)
     assert checkpoint(ledger, "a").fence == Fence(attempt=1, nonce="n1", seq=2, head="a")
     assert len(ledger.rows(RUN, kinds=(CheckpointRow,))) == 1
-    claim(ledger, "third", nonce="y", replaces=0)
-    table = ledger.lakehouse.own("consumption")
-    for snapshot in table.snapshots():
-        table.scan(snapshot_id=snapshot.snapshot_id).to_arrow()
+    check_usable(ledger.lakehouse, "third")
 
 
 @pytest.mark.parametrize("is_new", [True, False])
 @pytest.mark.parametrize("fault", [replayed, landed_but_refused, landed_but_unanswered, lost_before_landing])
 def test_a_recovery_in_doubt_is_written_once(
-    arena: Arena, monkeypatch: pytest.MonkeyPatch, fault: Callable[[Commit, Any], CommitTableResponse], is_new: bool
+    arena: Arena, fault: Callable[[Commit, Any], CommitTableResponse], is_new: bool
 ) -> None:
     """A row of another table than the ledger is looked for before it is appended again, also one that is new."""
     recovery = small_recovery(run=RUN)
-    once(monkeypatch, fault)
+    once(arena.monkeypatch, fault)
     write_recovery(arena.lakehouse, recovery, is_new=is_new)
     assert recoveries_of(arena.lakehouse, RUN) == [recovery]
 
@@ -168,7 +161,7 @@ def test_an_append_between_read_and_commit_is_noticed(ledger: Ledger) -> None:
     ledger.append(RUN, decide)
     assert reads == [1]
     assert len(ledger.rows(RUN, kinds=(LegRow,))) == len(other.rows("another")) == 1
-    check_readable(ledger.lakehouse)
+    check_usable(ledger.lakehouse)
 
 
 def test_zombie_before_commit_is_fenced(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,15 +176,12 @@ def test_zombie_before_commit_is_fenced(ledger: Ledger, monkeypatch: pytest.Monk
     with pytest.raises(Fenced, match="owned by attempt 2"):
         checkpoint(ledger, "a")
     assert [row.kind for row in ledger.rows(RUN)] == ["claim", "claim"]
-    check_readable(ledger.lakehouse)
+    check_usable(ledger.lakehouse)
 
 
 def test_long_outage_leaves_unknown_outcome(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     """After its deadline the append stops, and reports that the rows will show the outcome."""
-
-    def away(self: SqlCatalog, *request: Any) -> CommitTableResponse:
-        raise OperationalError("UPDATE", {}, Exception("no route to host"))
-
-    monkeypatch.setattr(SqlCatalog, "commit_table", away)
+    away = OperationalError("UPDATE", {}, Exception("no route to host"))
+    monkeypatch.setattr(SqlCatalog, "commit_table", Mock(side_effect=away))
     with pytest.raises(CommitOutcomeUnknown, match="no route to host"):
         checkpoint(Ledger(ledger.lakehouse, deadline_s=0.5), "a")

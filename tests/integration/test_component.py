@@ -1,7 +1,5 @@
 """The component of a training run: its assets, what they do on a real lakehouse, and what recovers them."""
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import dagster as dg
@@ -26,13 +24,10 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # Dagster's own libraries war
 CHECKS = {"no_duplicate_rows", "no_missing_rows", "consumption_exact", "checkpoint_restorable"}
 
 
-@pytest.fixture
-def instance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dg.DagsterInstance]:
-    """A Dagster instance for this test alone."""
+@pytest.fixture(autouse=True)
+def forked_supervisors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Materialized assets start their supervisors as forked programs."""
     fork_supervisors(monkeypatch)
-    (tmp_path / "dagster").mkdir()
-    with dg.DagsterInstance.local_temp(str(tmp_path / "dagster")) as made:
-        yield made
 
 
 def job_file(arena: Arena, run: str, **changes: Any) -> str:
@@ -80,9 +75,8 @@ def test_two_runs_are_two_assets(arena: Arena, instance: dg.DagsterInstance) -> 
     job = defs.resolve_implicit_global_asset_job_def()
     done = job.get_subset(asset_selection={plan_key("one"), model_key("one")}).execute_in_process(instance=instance)
     assert done.success
-    assert {check.check_name: check.passed for check in done.get_asset_check_evaluations()} == dict.fromkeys(
-        CHECKS, True
-    )
+    passed = {check.check_name: check.passed for check in done.get_asset_check_evaluations()}
+    assert passed == dict.fromkeys(CHECKS, True)
     made = instance.get_latest_materialization_event(model_key("one"))
     assert made is not None
     assert made.asset_materialization is not None
@@ -99,13 +93,8 @@ def test_dead_run_is_recovered_with_overrides(arena: Arena, instance: dg.Dagster
     arena.table(appends=(320,))
     defs = project(arena, "dead", "other")
     overrides = {"checkpoint.every_steps": 5}
-    dead = begun(
-        instance,
-        defs,
-        plan_key("dead"),
-        model_key("dead"),
-        config={"ops": {"models__dead": {"config": {"overrides": overrides}}}},
-    )
+    config = {"ops": {"models__dead": {"config": {"overrides": overrides}}}}
+    dead = begun(instance, defs, plan_key("dead"), model_key("dead"), config=config)
     plans = begun(instance, defs, plan_key("other"))
     assert [names_of_training(instance, run) for run in (dead, plans)] == [["dead"], []]
     instance.report_run_failed(dead, message="it died")
@@ -113,8 +102,8 @@ def test_dead_run_is_recovered_with_overrides(arena: Arena, instance: dg.Dagster
     assert isinstance(request, dg.RunRequest)
     assert (request.job_name, request.asset_selection) == (RUNS_JOB, [model_key("dead")])
     assert request.tags[RECOVERS_TAG] == dead.run_id
-    config = request.run_config["ops"]["models__dead"]["config"]
-    assert (config["overrides"], config["recovers"], config["takeover"]) == (overrides, dead.run_id, True)
+    asked = request.run_config["ops"]["models__dead"]["config"]
+    assert (asked["overrides"], asked["recovers"], asked["takeover"]) == (overrides, dead.run_id, True)
     job = defs.resolve_job_def(RUNS_JOB).get_subset(asset_selection={model_key("dead")})
     done = job.execute_in_process(instance=instance, run_config=request.run_config, tags=request.tags)
     assert done.success

@@ -109,9 +109,7 @@ def test_live_manual_launch_is_left_alone(arena: Arena, home: Path, instance: dg
 
 
 @pytest.mark.slow
-def test_the_snapshot_sensor_asks_once_for_each_snapshot(
-    arena: Arena, home: Path, instance: dg.DagsterInstance
-) -> None:
+def test_snapshot_sensor_asks_once_for_each(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
     """Its run key names the snapshots: what a person cancelled is not asked for again until more is appended."""
     arena.table(appends=(600,))
     spec = following(arena, "sensed")
@@ -165,9 +163,8 @@ def test_a_mended_spec_or_script_is_tried_again(arena: Arena, home: Path, instan
     [smaller] = scheduled(instance)
     dagster_run(instance, spec, dg.DagsterRunStatus.CANCELED, tags=smaller.tags)
     assert "was cancelled by a person" in scheduled(instance)
-    dagster_run(
-        instance, spec, dg.DagsterRunStatus.FAILURE, tags={NO_RECOVERY_TAG: "RunBusy"}
-    )  # a second *Materialize*
+    second_materialize = {NO_RECOVERY_TAG: "RunBusy"}
+    dagster_run(instance, spec, dg.DagsterRunStatus.FAILURE, tags=second_materialize)
     assert "was cancelled by a person" in scheduled(instance)
     following(arena, "mended", script=str(script))
     assert "it has no checkpoint yet" in scheduled(instance)  # as it was before: that was trained

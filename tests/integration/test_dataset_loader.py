@@ -13,12 +13,9 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.data import DataLoader
 
 from dlac_pipeline.lakehouse.errors import DataFileUnreadable, ResumeMismatch, SpecInvalid
-from tests.integration.datasets import Datasets, seen, some_kinds
+from tests.integration.datasets import LOADER_WARNINGS, Datasets, seen, some_kinds
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:This DataLoader will create"),
-    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),
-]
+pytestmark = LOADER_WARNINGS
 
 
 @pytest.mark.parametrize("kind", some_kinds("rows", "mixed"))

@@ -13,6 +13,7 @@ from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.plan.slots import DataCoordinate
 from dlac_pipeline.spec.launch_spec import READER_VARIABLE
 from tests.integration.datasets import Datasets, seen
+from tests.small_records import raw_spec
 
 
 def test_settings_are_checked(datasets: Datasets, tmp_path: Path) -> None:
@@ -35,17 +36,12 @@ def test_settings_are_checked(datasets: Datasets, tmp_path: Path) -> None:
 def test_a_job_spec_opens_the_same_dataset(datasets: Datasets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A path, a parsed spec and single settings; lakehouse, home folder, rank and world size may come from anywhere."""
     path = tmp_path / "job.json.yaml"
-    job = {
-        "run": "r",
-        "source": {"table": "src.a", "columns": ["row_id"]},
-        "order": {"batch_size": 8, "key_groups": 4, "passes": 2},
-        "launch": {"script": "train.py"},
-    }
-    path.write_text(json.dumps(job))
+    order = {"batch_size": 8, "key_groups": 4, "passes": 2}
+    path.write_text(json.dumps(raw_spec(source={"table": "src.a", "columns": ["row_id"]}, order=order)))
     monkeypatch.setenv("DLAC_HOME", str(datasets.home))
     by_path = open_dataset(path)
     assert seen(by_path) == datasets.whole("rows")
-    settings: dict[str, Any] = {"table": "src.a", "columns": ["row_id"], "batch_size": 8, "key_groups": 4, "passes": 2}
+    settings: dict[str, Any] = {"table": "src.a", "columns": ["row_id"], **order}
     monkeypatch.delenv("DLAC_HOME")
     for where in (datasets.lakehouse, datasets.lakehouse.config):
         assert seen(open_dataset(lakehouse=where, **settings)) == datasets.whole("rows")

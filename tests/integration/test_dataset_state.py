@@ -12,12 +12,9 @@ from torch.utils.data import DataLoader
 
 from dlac_pipeline.extensions.dataset import DlacDataset, merge_states
 from dlac_pipeline.lakehouse.errors import DlacError, FormatTooNew, ResumeMismatch, SpecInvalid
-from tests.integration.datasets import KINDS, Datasets, rows_of, seen, some_kinds
+from tests.integration.datasets import KINDS, LOADER_WARNINGS, Datasets, rows_of, seen, some_kinds
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:This DataLoader will create"),
-    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),
-]
+pytestmark = LOADER_WARNINGS
 
 
 def stateful(dataset: DlacDataset, workers: int) -> Any:

@@ -41,8 +41,7 @@ from tests.conftest import Arena, wait_until
 def test_the_file_has_the_weights_and_leads_back(arena: Arena) -> None:
     """Weights equal the checkpoint bit for bit. A renamed copy is known by its digest, which is recorded once."""
     arena.table(appends=(640,))
-    spec = arena.spec("r", world_size=1, passes=1)
-    arena.train(spec, until=15)
+    spec = arena.trained("r", world_size=1, passes=1, until=15)
     first = export_weights(arena.lakehouse, tiers_of(spec), arena.home / "early.safetensors", step=10)
     arena.train(spec)
     last = export_weights(arena.lakehouse, tiers_of(spec), arena.home / "out" / "model.safetensors")
@@ -74,12 +73,10 @@ def test_the_file_has_the_weights_and_leads_back(arena: Arena) -> None:
 def test_what_cannot_be_exported_is_refused(arena: Arena) -> None:
     """Another part, a step without a checkpoint, and damaged files. Nothing is written or held, also after a killed export."""
     arena.table(appends=(640,))
-    spec = arena.spec("r", world_size=1, passes=1)
-    arena.train(spec, until=15)
+    spec = arena.trained("r", world_size=1, passes=1, until=15)
     tiers, out = tiers_of(spec), arena.home / "weights"
-    name_checkpoint(
-        Ledger(arena.lakehouse), "r", f"export:{socket.gethostname()}:{out}"
-    )  # as a killed export leaves it
+    # as a killed export leaves it
+    name_checkpoint(Ledger(arena.lakehouse), "r", f"export:{socket.gethostname()}:{out}")
     with pytest.raises(CheckpointError, match=r"named 'student' in the checkpoint, found \['model'\]"):
         export_weights(arena.lakehouse, tiers, out, part="student")
     with pytest.raises(NoSuchCheckpoint, match=r"at step 20 that is kept, found those of steps \[10\]"):
@@ -125,8 +122,7 @@ def test_export_survives_concurrent_retention(arena: Arena) -> None:
 def test_a_full_disk_is_named(arena: Arena, small_disk: Path) -> None:
     """The store's error, not the library's; nothing is left there, in the ledger, or held."""
     arena.table(appends=(640,))
-    spec = arena.spec("r", world_size=1, passes=1)
-    arena.train(spec, until=15)
+    spec = arena.trained("r", world_size=1, passes=1, until=15)
     filler = small_disk / "filler"
     with filler.open("wb") as stream:
         os.posix_fallocate(stream.fileno(), 0, shutil.disk_usage(small_disk).free)

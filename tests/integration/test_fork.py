@@ -91,11 +91,7 @@ def test_fork_inherits_model_and_consumption(arena: Arena, here: Command) -> Non
     copied = folder_of(checkpoint_at(arena, "c", 0).manifest_uri) / "torch-state.pt"
     assert copied.stat().st_nlink == 1, "the store's copy behind another local folder"
     arena.train(third)
-    for run, parent in (
-        ("a", None),
-        ("b", origin.checkpoint_id),
-        ("c", checkpoint_at(arena, "b", 3).checkpoint_id),
-    ):
+    for run, parent in (("a", None), ("b", origin.checkpoint_id), ("c", checkpoint_at(arena, "b", 3).checkpoint_id)):
         report = audit_run(arena.lakehouse, run)
         assert (report.exact, report.problems, report.finished, report.forked_from) == (True, (), True, parent)
         assert names(arena, run) == []

@@ -4,6 +4,7 @@ import sqlite3
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import dagster as dg
 import pytest
@@ -34,9 +35,7 @@ def step_of(spec: JobSpec) -> str:
 def left(arena: Arena, run: str) -> JobSpec:
     """The spec of a run that was left after step 10."""
     arena.table(appends=(500,))
-    spec = arena.spec(run, world_size=1)
-    arena.train(spec, until=15)
-    return spec
+    return arena.trained(run, world_size=1, until=15)
 
 
 def test_only_training_materializations_are_recovered(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
@@ -73,26 +72,18 @@ def look(instance: dg.DagsterInstance, spec: JobSpec, cursor: str | None) -> tup
     return context.cursor or data.cursor, list(data.run_requests or [])
 
 
-def test_failed_decision_requests_recovery(
-    arena: Arena, home: Path, instance: dg.DagsterInstance, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_decision_requests_recovery(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
     """A recovery is requested even if the catalog is locked, because Dagster asks only once about a run."""
     spec = left(arena, "unlucky")
     dead = dagster_run(instance, spec, DIED)
-
-    def locked(*_: object, **__: object) -> None:
-        raise sqlite3.OperationalError("database is locked")
-
-    monkeypatch.setattr("dlac_pipeline.lakehouse.ledger.ledger.Ledger.rows", locked)
+    arena.monkeypatch.setattr(Ledger, "rows", Mock(side_effect=sqlite3.OperationalError("database is locked")))
     request = recovery_requested(instance, dead)
     assert isinstance(request, dg.RunRequest)
     assert request.run_config["ops"][step_of(spec)]["config"]["takeover"] is False
 
 
 @pytest.mark.soak
-def test_attempt_begun_during_decision_stays(
-    arena: Arena, home: Path, instance: dg.DagsterInstance, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attempt_begun_during_decision_stays(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
     """A person's `dlac recover` answers the same death: the recovery replaces what it saw dead, and so steps aside."""
     spec = left(arena, "answered-twice")
     dead = dagster_run(instance, spec, DIED)
@@ -103,11 +94,11 @@ def test_attempt_begun_during_decision_stays(
 
     def read(*args: Any, **kwargs: Any) -> Any:
         found = original(*args, **kwargs)
-        monkeypatch.setattr(Ledger, "rows", original)
+        arena.monkeypatch.setattr(Ledger, "rows", original)
         claim(ledger, spec.run, nonce="by-hand", replaces=attempt, facts={"launched_by": ""})
         return found
 
-    monkeypatch.setattr(Ledger, "rows", read)
+    arena.monkeypatch.setattr(Ledger, "rows", read)
     request = recovery_requested(instance, dead)
     assert isinstance(request, dg.RunRequest)
     assert ledger.state(spec.run).fence.attempt == attempt + 1
@@ -151,9 +142,7 @@ def test_a_killed_run_leaves_its_pool(arena: Arena, home: Path, instance: dg.Dag
 
 
 @pytest.mark.slow
-def test_unwatched_time_is_no_silence(
-    arena: Arena, home: Path, instance: dg.DagsterInstance, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unwatched_time_is_no_silence(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
     """Where Dagster's storage was away, no run could give a sign of life, and the first look comes before the first of them."""
     run = dagster_run(instance, arena.spec("listened-to"))
     heart = Heartbeat(instance, run.run_id)
@@ -163,9 +152,7 @@ def test_unwatched_time_is_no_silence(
     def status_after(looks: list[int]) -> dg.DagsterRunStatus:
         nonlocal cursor
         for passed_s in looks:
-            monkeypatch.setattr(
-                "dlac_pipeline.dagster.sensors.lost_runs.time.time", lambda passed_s=passed_s: began + passed_s
-            )
+            arena.monkeypatch.setattr(time, "time", lambda passed_s=passed_s: began + passed_s)
             context = dg.build_sensor_context(instance=instance, cursor=cursor)
             cursor = lost_run_sensor.evaluate_tick(context).cursor
         now = instance.get_run_by_id(run.run_id)

@@ -14,12 +14,11 @@ from pyiceberg.transforms import IdentityTransform
 from pyiceberg.types import DoubleType, IntegerType, LongType, NestedField, StringType
 
 from dlac_pipeline.lakehouse.errors import DataFileUnreadable, DlacError, NoSuchSnapshot, UnsupportedDeletes
-from dlac_pipeline.lakehouse.iceberg.columns import FileColumns
 from dlac_pipeline.lakehouse.iceberg.data_files import DeleteFile, live_files
 from dlac_pipeline.lakehouse.iceberg.deletes import decode_vector, matching_rows
 from dlac_pipeline.lakehouse.iceberg.own_rows import read_rows
 from dlac_pipeline.lakehouse.iceberg.row_groups import row_groups_of
-from tests.integration.iceberg_oracle import live_positions, oracle
+from tests.integration.iceberg_oracle import count_aligned_rows, live_positions, oracle
 from tests.integration.iceberg_writer import HandTable, named_blob, puffin_footer, vector_blob
 
 SCHEMA = Schema(
@@ -252,11 +251,8 @@ def test_a_missing_delete_file_is_named(vectored: HandTable, kind: str) -> None:
     """Rows that were deleted are not read because a delete file is gone."""
     hand = vectored
     path = hand.append(rows(range(4)))
-    made = {
-        "positions": lambda: hand.delete_positions({path: [1]}),
-        "equal": lambda: hand.delete_equal(equal(id=[1])),
-        "vectors": lambda: hand.delete_vectors({path: [1]}),
-    }[kind]()
+    deletes: dict[str, Callable[..., str]] = {"positions": hand.delete_positions, "vectors": hand.delete_vectors}
+    made = deletes[kind]({path: [1]}) if kind in deletes else hand.delete_equal(equal(id=[1]))
     Path(made).unlink()
     with pytest.raises(DataFileUnreadable, match=made):
         row_groups_of(hand.table, hand.snapshot_id, "")
@@ -267,14 +263,7 @@ def test_only_possible_row_groups_are_read(hand: HandTable, monkeypatch: pytest.
     hand.append(rows(range(40)), row_group_rows=4)
     hand.append(rows(range(100, 120)), row_group_rows=4)
     hand.delete_equal(equal(id=[9, 10]))
-    aligned = []
-    real = FileColumns.align
-
-    def counted(columns: FileColumns, read: pa.Table, count: int) -> pa.Table:
-        aligned.append(count)
-        return real(columns, read, count)
-
-    monkeypatch.setattr(FileColumns, "align", counted)
+    aligned = count_aligned_rows(monkeypatch)
     assert live_positions(row_groups_of(hand.table, hand.snapshot_id, "")) == oracle(hand.files)
     assert aligned == [2, 4]  # the delete file, and the row group of rows 8 to 11
 

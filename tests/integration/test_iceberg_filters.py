@@ -8,15 +8,7 @@ from pyiceberg.io.pyarrow import schema_to_pyarrow
 from pyiceberg.partitioning import PartitionField, PartitionSpec
 from pyiceberg.schema import Schema
 from pyiceberg.transforms import IdentityTransform
-from pyiceberg.types import (
-    BooleanType,
-    DoubleType,
-    IntegerType,
-    LongType,
-    NestedField,
-    StringType,
-    StructType,
-)
+from pyiceberg.types import BooleanType, DoubleType, IntegerType, LongType, NestedField, StringType, StructType
 
 from dlac_pipeline.lakehouse.errors import NoSuchColumn, SpecInvalid
 from dlac_pipeline.lakehouse.filters.grammar import parse_filter
@@ -24,14 +16,11 @@ from dlac_pipeline.lakehouse.iceberg.columns import FileColumns
 from dlac_pipeline.lakehouse.iceberg.data_files import live_files
 from dlac_pipeline.lakehouse.iceberg.row_groups import FilesToRead, row_groups_of
 from tests.iceberg_schemas import arrow_fields, optional_fields
-from tests.integration.iceberg_oracle import live_positions
+from tests.integration.iceberg_oracle import count_aligned_rows, live_positions
 from tests.integration.iceberg_writer import HandTable
 
 SCHEMA = Schema(*optional_fields({"n": LongType(), "s": StringType(), "x": DoubleType(), "ok": BooleanType()}))
-SPECS = [
-    PartitionSpec(spec_id=0),
-    PartitionSpec(PartitionField(2, 1000, IdentityTransform(), "s"), spec_id=1),
-]
+SPECS = [PartitionSpec(spec_id=0), PartitionSpec(PartitionField(2, 1000, IdentityTransform(), "s"), spec_id=1)]
 
 
 def rows(numbers: list[int]) -> pa.Table:
@@ -46,24 +35,11 @@ def kept(hand: HandTable, row_filter: str, **options: Any) -> list[tuple[str, in
     return [(path, row) for path, live in sorted(live_positions(groups).items()) for row in live]
 
 
-def read_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The rows of every row group whose filter columns are read from now on."""
-    aligned: list[int] = []
-    real = FileColumns.align
-
-    def counted(columns: FileColumns, read: pa.Table, count: int) -> pa.Table:
-        aligned.append(count)
-        return real(columns, read, count)
-
-    monkeypatch.setattr(FileColumns, "align", counted)
-    return aligned
-
-
 def test_statistics_spare_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row group that statistics exclude or prove wholly true is not read; what they leave open is, once."""
     hand = HandTable(tmp_path / "t", [SCHEMA])
     hand.append(rows(list(range(1, 31))), row_group_rows=3, statistics=False)
-    read = read_rows(monkeypatch)
+    read = count_aligned_rows(monkeypatch)
     groups = row_groups_of(hand.table, hand.snapshot_id, "n >= 8 AND n < 22", exclude=["n = 12"])
     assert sum(one.rows - len(one.dead) for one in groups) == 13
     assert len(groups) == 10
@@ -89,7 +65,7 @@ def test_partitions_decide_what_they_can(tmp_path: Path, monkeypatch: pytest.Mon
     """In an identity partition the filter on its column needs no reading; other columns remain as the residual."""
     hand = HandTable(tmp_path / "t", [SCHEMA], specs=SPECS)
     hand.append(rows([1, 9]), spec=1, partition=("s1",))
-    read = read_rows(monkeypatch)
+    read = count_aligned_rows(monkeypatch)
     assert len(kept(hand, "s = 's1'")) == 2
     assert read == []
     (file,) = live_files(hand.table, hand.snapshot_id, parse_filter("s = 's1' AND ok = true", SCHEMA))
@@ -103,12 +79,8 @@ def test_only_the_chosen_files_are_planned(tmp_path: Path) -> None:
         hand.append(rows([start, start + 1]))
     seen: list[tuple[int, int]] = []
     later = {file.path for file in live_files(hand.table, hand.snapshot_id) if file.snapshot_id != 1001}
-    groups = row_groups_of(
-        hand.table,
-        hand.snapshot_id,
-        "",
-        reads=FilesToRead(only=later, progress=lambda done, total: seen.append((done, total))),
-    )
+    reads = FilesToRead(only=later, progress=lambda done, total: seen.append((done, total)))
+    groups = row_groups_of(hand.table, hand.snapshot_id, "", reads=reads)
     assert [Path(one.file_path).name[:3] for one in groups] == ["001", "002"]
     assert seen == [(1, 2), (2, 2)]
 
@@ -127,17 +99,13 @@ def test_filters_know_renamed_widened_and_later_columns(tmp_path: Path) -> None:
     first = hand.append(pa.table({"a": pa.array([1, 2, None], pa.int32()), "b": ["x", "y", "z"]}))
     hand.schemas.append(new)
     second = hand.append(pa.table({"text": ["x", "y"], "number": [2**40, 1], "a": [5, None], "later": [8, 9]}))
-
-    def rows_of(row_filter: str) -> list[tuple[str, int]]:
-        return kept(hand, row_filter)
-
-    assert rows_of("number > 1") == [(first, 1), (second, 0)]
-    assert rows_of("text = 'y'") == [(first, 1), (second, 1)]
-    assert rows_of("a IS NULL") == [(first, 0), (first, 1), (first, 2), (second, 1)]
-    assert rows_of("later = 7 AND number IS NOT NULL") == [(first, 0), (first, 1)]
-    assert rows_of("later != 7") == [(second, 0), (second, 1)]
+    assert kept(hand, "number > 1") == [(first, 1), (second, 0)]
+    assert kept(hand, "text = 'y'") == [(first, 1), (second, 1)]
+    assert kept(hand, "a IS NULL") == [(first, 0), (first, 1), (first, 2), (second, 1)]
+    assert kept(hand, "later = 7 AND number IS NOT NULL") == [(first, 0), (first, 1)]
+    assert kept(hand, "later != 7") == [(second, 0), (second, 1)]
     with pytest.raises(NoSuchColumn, match=r"filter .*found 'b': name one of these"):
-        rows_of("b = 'x'")
+        kept(hand, "b = 'x'")
 
 
 def test_double_partitions_are_exact(tmp_path: Path) -> None:
@@ -148,12 +116,8 @@ def test_double_partitions_are_exact(tmp_path: Path) -> None:
     values = [0.1, 123456789.123, -0.0, None]
     paths = [hand.append(rows([1]), schema=lacking, partition=(value,)) for value in values]
     assert [file.partition_values[3] for file in live_files(hand.table, hand.snapshot_id)] == values
-    for row_filter, wanted in {
-        "x <= 0.1": [0, 2],
-        "x = 123456789.123": [1],
-        "x in (0.0)": [2],
-        "x is null": [3],
-    }.items():
+    found = {"x <= 0.1": [0, 2], "x = 123456789.123": [1], "x in (0.0)": [2], "x is null": [3]}
+    for row_filter, wanted in found.items():
         assert kept(hand, row_filter) == [(paths[place], 0) for place in wanted]
     columns = FileColumns.of(pq.read_schema(paths[1]), SCHEMA, ["x"], partition_values={3: values[1]})
     assert columns.align(pa.table({}), 1)["x"].to_pylist() == [123456789.123]

@@ -10,6 +10,7 @@ from pyiceberg.table import StaticTable, Table
 from dlac_pipeline.lakehouse.iceberg.columns import FileColumns, name_mapping_of
 from dlac_pipeline.lakehouse.iceberg.data_files import live_files, snapshot_schema
 from dlac_pipeline.lakehouse.iceberg.row_groups import row_groups_of
+from dlac_pipeline.lakehouse.iceberg.snapshots import snapshot_of
 from tests.integration.iceberg_oracle import live_positions, oracle
 from tests.integration.iceberg_writer import Written
 
@@ -52,8 +53,7 @@ def opened(name: str, monkeypatch: pytest.MonkeyPatch) -> Table:
 
 def written(table: Table) -> list[Written]:
     """The files of the current snapshot as pyiceberg's manifest reader lists them."""
-    snapshot = table.current_snapshot()
-    assert snapshot is not None
+    snapshot = snapshot_of(table, None)
     found = []
     for manifest in snapshot.manifests(table.io):
         for entry in manifest.fetch_manifest_entry(table.io):
@@ -61,39 +61,25 @@ def written(table: Table) -> list[Written]:
             where = None if spec.is_unpartitioned() else (file.spec_id, tuple(file.partition._data))
             named = [one for one in pq.read_schema(file.file_path) if b"PARQUET:field_id" in (one.metadata or {})]
             names = {int(one.metadata[b"PARQUET:field_id"]): one.name for one in named}
-            found.append(
-                Written(
-                    path=file.file_path,
-                    sequence=entry.sequence_number or 0,
-                    content=file.content,
-                    partition=where,
-                    columns=tuple(names[one] for one in file.equality_ids or ()),
-                )
-            )
+            columns, sequence = tuple(names[one] for one in file.equality_ids or ()), entry.sequence_number or 0
+            place: dict[str, Any] = {"path": file.file_path, "sequence": sequence, "partition": where}
+            found.append(Written(content=file.content, columns=columns, **place))
     return found
 
 
 def live_rows(table: Table) -> pa.Table:
     """All live rows, as a reader gets them: planned, read, aligned."""
-    snapshot = table.current_snapshot()
-    assert snapshot is not None
+    snapshot = snapshot_of(table, None)
     schema = snapshot_schema(table, snapshot.snapshot_id)
     files = {one.path: one for one in live_files(table, snapshot.snapshot_id)}
     parts = []
     for path, positions in live_positions(row_groups_of(table, snapshot.snapshot_id, "")).items():
         parquet = pq.ParquetFile(path)
-        columns = FileColumns.of(
-            parquet.schema_arrow,
-            schema,
-            [one.name for one in schema.fields],
-            name_mapping=name_mapping_of(table),
-            partition_values=files[path].partition_values,
-        )
-        parts.append(
-            columns.align(parquet.read(columns=columns.in_file), parquet.metadata.num_rows).take(
-                pa.array(positions, pa.int64())
-            )
-        )
+        names, values = [one.name for one in schema.fields], files[path].partition_values
+        mapping = name_mapping_of(table)
+        columns = FileColumns.of(parquet.schema_arrow, schema, names, name_mapping=mapping, partition_values=values)
+        rows = columns.align(parquet.read(columns=columns.in_file), parquet.metadata.num_rows)
+        parts.append(rows.take(pa.array(positions, pa.int64())))
     return pa.concat_tables(parts)
 
 
@@ -102,8 +88,7 @@ def test_live_rows_are_those_that_duckdb_finds(name: str, monkeypatch: pytest.Mo
     """The count of the table's README, DuckDB's anti joins, and one hash over all rows agree."""
     table, (_, _, count, rows) = opened(name, monkeypatch), CASES[name]
     live = oracle(written(table))
-    snapshot = table.current_snapshot()
-    assert snapshot is not None
+    snapshot = snapshot_of(table, None)
     assert live_positions(row_groups_of(table, snapshot.snapshot_id, "")) == live
     assert sum(map(len, live.values())) == count
     ours = live_rows(table)
@@ -112,12 +97,8 @@ def test_live_rows_are_those_that_duckdb_finds(name: str, monkeypatch: pytest.Mo
         theirs = rows or _by_position(live)
         columns = ", ".join(f'"{one}"' for one in ours.column_names)
         connection.register("ours", _uuids(ours))
-        hashes = [
-            connection.execute(
-                f"SELECT count(*), bit_xor(hash(t::VARCHAR)) FROM (SELECT {columns} FROM ({query})) AS t"
-            ).fetchone()
-            for query in ("FROM ours", theirs)
-        ]
+        hashed = f"SELECT count(*), bit_xor(hash(t::VARCHAR)) FROM (SELECT {columns} FROM ({{}})) AS t"
+        hashes = [connection.execute(hashed.format(query)).fetchone() for query in ("FROM ours", theirs)]
     assert hashes[0] == hashes[1]
     assert hashes[0] is not None
     assert hashes[0][0] == count
@@ -159,8 +140,7 @@ def test_filters_leave_what_duckdb_leaves(
 ) -> None:
     """The same predicate in SQL finds as many rows; as an exclusion it leaves those for which it is not true."""
     table = opened(name, monkeypatch)
-    snapshot = table.current_snapshot()
-    assert snapshot is not None
+    snapshot = snapshot_of(table, None)
     rows = live_rows(table)
     with duckdb.connect() as connection:
         connection.register("rows", rows)

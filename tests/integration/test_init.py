@@ -15,37 +15,26 @@ from dlac_pipeline.spec.job_spec import home_folder, read_spec
 from tests.fixtures import Command
 
 _ROWS = 40
+_REALS, _DAYS = [1.5, None, float("nan"), float("inf")] * 10, pa.array(range(_ROWS), pa.date32())
 _TABLES = {
-    "numbers": pa.table(
-        {
-            "a": pa.array([1.5, None, float("nan"), float("inf")] * 10),
-            'b "c"': pa.array([True, False] * 20),
-            "när": pa.array([2**62] * _ROWS),
-            "name": ["x"] * _ROWS,
-        }
-    ),
+    "numbers": pa.table({"a": _REALS, 'b "c"': [True, False] * 20, "när": [2**62] * _ROWS, "name": ["x"] * _ROWS}),
     "tokens": pa.table({"id": range(_ROWS), "ids": [[99_999] * (row + 1) for row in range(_ROWS)]}),
     "text": pa.table({"id": range(_ROWS), "text": ["héllo wörld", None] * 20}),
-    "times": pa.table({"day": pa.array(range(_ROWS), pa.date32()), "x": pa.array([0.5] * _ROWS)}),
+    "times": pa.table({"day": _DAYS, "x": pa.array([0.5] * _ROWS)}),
 }
 _SHAPES = {
     "documents": (
         {
-            "path": [f"/data/files/{row}.txt" for row in range(_ROWS)],
-            "n_chars": range(_ROWS, 0, -1),
-            "tags": [[1, 2]] * _ROWS,
-            "text": ["word " * 100] * _ROWS,
+            **{"path": [f"/data/files/{row}.txt" for row in range(_ROWS)], "n_chars": range(_ROWS, 0, -1)},
+            **{"tags": [[1, 2]] * _ROWS, "text": ["word " * 100] * _ROWS},
         },
         ["text"],
         "left out: path (a text), n_chars (a number), tags (a list)",
     ),
     "labelled": (
         {
-            "user_id": range(_ROWS),
-            "label": [0, 1, None, 1] * 10,
-            "day": pa.array(range(_ROWS), pa.date32()),
-            "seq": range(100, 100 + _ROWS),
-            "x": [0.5] * _ROWS,
+            **{"user_id": range(_ROWS), "label": [0, 1, None, 1] * 10, "day": _DAYS},
+            **{"seq": range(100, 100 + _ROWS), "x": [0.5] * _ROWS},
         },
         ["x", "label"],
         "predicts label (2 classes, by cross entropy)",
@@ -71,16 +60,8 @@ _CHOSEN = {
     "times": (["day", "x"], "train.py reads day, x of lake.times"),
 }
 _FILES = (
-    "assets/__init__.py",
-    "assets/my_run/defs.yaml",
-    "catalog/__init__.py",
-    "dagster.yaml",
-    "dg.toml",
-    "job.toml",
-    "jobs/__init__.py",
-    "jobs/definitions.py",
-    "train.py",
-    "workspace.yaml",
+    *("assets/__init__.py", "assets/my_run/defs.yaml", "catalog/__init__.py", "dagster.yaml", "dg.toml"),
+    *("job.toml", "jobs/__init__.py", "jobs/definitions.py", "train.py", "workspace.yaml"),
 )
 
 
@@ -257,12 +238,8 @@ def test_lakehouse_is_found_from_below(folder: Path, here: Command, monkeypatch:
 @pytest.mark.parametrize(
     "command",
     [
-        "train job.toml",
-        "table register points numbers",
-        "table register lake.points numbers --dry-run",
-        "init empty --into project",
-        "chaos job.toml --kill rank@step=3 --steps 9",
-        "runs",
+        *("train job.toml", "table register points numbers", "table register lake.points numbers --dry-run"),
+        *("init empty --into project", "chaos job.toml --kill rank@step=3 --steps 9", "runs"),
     ],
 )
 def test_failed_command_leaves_no_lakehouse(folder: Path, here: Command, command: str) -> None:

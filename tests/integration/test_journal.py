@@ -13,14 +13,7 @@ from dlac_pipeline.extensions.kept_checkpoints.tags import name_checkpoint
 from dlac_pipeline.extensions.look.run_state import run_status
 from dlac_pipeline.extensions.rebuild.rebuild import Rebuilt, rebuild_ledger
 from dlac_pipeline.extensions.upkeep.upkeep import run_upkeep
-from dlac_pipeline.lakehouse.errors import (
-    BadInput,
-    DlacError,
-    LedgerError,
-    LedgerOlderThanStore,
-    NoSuchLakehouse,
-    RunBusy,
-)
+from dlac_pipeline.lakehouse import errors
 from dlac_pipeline.lakehouse.iceberg import own_rows
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.lakehouse.ledger import journal as journals
@@ -132,8 +125,7 @@ def train_both(arena: Arena) -> JobSpec:
     """Train a finished run, and one that stops, with a backup of the catalog in between. Return the spec of the second."""
     arena.table()
     arena.train(arena.spec("other", world_size=1, passes=1, every_steps=30))
-    spec = arena.spec("r", world_size=1, passes=2)
-    arena.train(spec, until=15)
+    spec = arena.trained("r", world_size=1, passes=2, until=15)
     shutil.copy(arena.home / "catalog.db", arena.home / "backup.db")
     arena.train(spec, until=85)
     name_checkpoint(Ledger(arena.lakehouse), "r", "good", step=20)
@@ -150,8 +142,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
 
 
 @pytest.mark.parametrize(
-    "lose",
-    [lose if lose is lose_table else pytest.param(lose, marks=pytest.mark.slow) for lose in LOSSES],
+    "lose", [lose if lose is lose_table else pytest.param(lose, marks=pytest.mark.slow) for lose in LOSSES]
 )
 def test_ledger_is_rebuilt(trained: Arena, lose: Callable[[Arena], None]) -> None:
     """Each loss is detected. The rebuilt tables equal the lost ones row by row, a second rebuild changes nothing."""
@@ -160,7 +151,8 @@ def test_ledger_is_rebuilt(trained: Arena, lose: Callable[[Arena], None]) -> Non
     lost = files - files_of(trained)
     for look in (run_status, audit_run):
         with pytest.raises(
-            NoSuchLakehouse if lose is lose_catalog else DlacError, match=r"dlac (ledger rebuild|train SPEC)"
+            errors.NoSuchLakehouse if lose is lose_catalog else errors.DlacError,
+            match=r"dlac (ledger rebuild|train SPEC)",
         ):
             look_anew(trained, look)
     damaged = files_of(trained)
@@ -250,7 +242,7 @@ def test_lost_manifest_is_reported(trained: Arena) -> None:
     problems = {run.run: run.problem for run in rebuild(trained).runs}
     assert problems["other"] == ""
     assert "no manifest restores it" in problems["r"]
-    with pytest.raises(LedgerOlderThanStore, match="newest step is 70, while step 80"):
+    with pytest.raises(errors.LedgerOlderThanStore, match="newest step is 70, while step 80"):
         look_anew(trained, run_status)
     for path, content in kept.items():
         path.write_bytes(content)
@@ -292,7 +284,7 @@ def test_damaged_table_needs_whole_journal(trained: Arena) -> None:
     entry.unlink()
     lose_manifest_of(trained, "other", 5)
     damaged = files_of(trained)
-    with pytest.raises(LedgerError, match=r"rows of the damaged ledger in the journal .*; nothing was changed"):
+    with pytest.raises(errors.LedgerError, match=r"rows of the damaged ledger in the journal .*; nothing was changed"):
         rebuild(trained)
     assert files_of(trained) == damaged
     entry.write_bytes(content)
@@ -306,7 +298,7 @@ def test_live_launch_refuses_rebuild(trained: Arena, tmp_path: Path) -> None:
     copy = shutil.copytree(journal_of(trained), tmp_path / "copy")
     lose_hour(trained)
     local = str(trained.home / "checkpoints")
-    with run_lock(local, "r", wait_s=0, takeover=False), pytest.raises(RunBusy, match="nothing was changed"):
+    with run_lock(local, "r", wait_s=0, takeover=False), pytest.raises(errors.RunBusy, match="nothing was changed"):
         rebuild(trained)
     rebuild(trained, journal=copy.as_uri())
     assert rows_of(trained) == before
@@ -316,9 +308,9 @@ def test_wrong_journal_is_refused(trained: Arena, tmp_path: Path) -> None:
     """An address without entries is named, and nothing is changed: neither a lost nor a whole ledger."""
     before = files_of(trained)
     for address in (str(tmp_path), str(tmp_path / "missing")):
-        with pytest.raises(BadInput, match=rf"expected entries .* in '{address}', found none.*--journal"):
+        with pytest.raises(errors.BadInput, match=rf"expected entries .* in '{address}', found none.*--journal"):
             rebuild(trained, journal=address)
-    with pytest.raises(BadInput, match=r"expected entries .* found none"):
+    with pytest.raises(errors.BadInput, match=r"expected entries .* found none"):
         rebuild_ledger(connect(trained.config.at_home(tmp_path), damaged=True))
     assert files_of(trained) == before
     assert not rebuild(trained, dry_run=True).runs[0].missing
@@ -379,8 +371,7 @@ def test_served_ledger_is_rebuilt(kind: str, tmp_path: Path, monkeypatch: pytest
         (tmp_path / "home").mkdir()
         arena = Arena(tmp_path / "home", monkeypatch, served.config, served.store)
         arena.table()
-        spec = arena.spec("r", world_size=1, passes=1)
-        arena.train(spec, until=35)
+        spec = arena.trained("r", world_size=1, passes=1, until=35)
         table = arena.lakehouse.own("consumption")
         journal = Journal.of(table)
         wait_until(lambda: len(journal.entries("r")["r"]) == 4, what="the entries")

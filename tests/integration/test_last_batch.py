@@ -11,13 +11,10 @@ from torch.utils.data import DataLoader
 
 from dlac_pipeline.extensions.dataset import DlacDataset
 from dlac_pipeline.lakehouse.errors import ResumeMismatch, SpecInvalid
-from tests.integration.datasets import Datasets, rows_of, seen
+from tests.integration.datasets import LOADER_WARNINGS, Datasets, rows_of, seen
 from tests.integration.test_dataset_state import end, stateful
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:This DataLoader will create"),
-    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),
-]
+pytestmark = LOADER_WARNINGS
 ROWS = 301
 """Of the table `src.c`: 37 batches of 8, and 5 rows."""
 

@@ -8,13 +8,7 @@ from dlac_pipeline.extensions.upkeep.upkeep import compact
 from dlac_pipeline.lakehouse.config import KEEP_SNAPSHOTS
 from dlac_pipeline.lakehouse.errors import Fenced, HeadMoved, NoSuchCheckpoint, RowsBetween, RunFinished, SteppedAside
 from dlac_pipeline.lakehouse.iceberg.connect import connect
-from dlac_pipeline.lakehouse.ledger.commits import (
-    Attempt,
-    claim,
-    commit_checkpoint,
-    finish,
-    quarantine,
-)
+from dlac_pipeline.lakehouse.ledger.commits import Attempt, claim, commit_checkpoint, finish, quarantine
 from dlac_pipeline.lakehouse.ledger.ledger import Append, Ledger, RunState
 from dlac_pipeline.lakehouse.ledger.run_rows import Fence, out_of, restorable_rows
 from dlac_pipeline.lakehouse.ledger.typed_rows import (
@@ -36,18 +30,26 @@ def claimed(ledger: Ledger, nonce: str = "n1", replaces: int = 0) -> Attempt:
     return Attempt(run=RUN, number=state.fence.attempt, nonce=nonce)
 
 
+@pytest.fixture
+def ledger(arena: Arena) -> Ledger:
+    """The ledger of a lakehouse without runs."""
+    return Ledger(arena.lakehouse)
+
+
+@pytest.fixture
+def attempt(ledger: Ledger) -> Attempt:
+    """The first attempt of the run."""
+    return claimed(ledger)
+
+
 def checkpoint(ledger: Ledger, attempt: Attempt, name: str, parent: str | None) -> Fence:
     """Commit a checkpoint of one row and one advance. Return the fence after it."""
-    rows: list[LedgerRow] = [
-        CheckpointRow(checkpoint_id=name, parent=parent),
-        AdvanceRow(checkpoint_id=name),
-    ]
+    rows: list[LedgerRow] = [CheckpointRow(checkpoint_id=name, parent=parent), AdvanceRow(checkpoint_id=name)]
     return commit_checkpoint(ledger, attempt, checkpoint_id=name, parent=parent, rows=rows).fence
 
 
-def test_a_run_from_claim_to_finish(arena: Arena) -> None:
+def test_a_run_from_claim_to_finish(arena: Arena, ledger: Ledger) -> None:
     """Every append has the next seq, names the resulting head in all its rows, and `finish` leaves no property."""
-    ledger = Ledger(arena.lakehouse)
     assert not ledger.state(RUN).exists
     attempt = claimed(ledger)
     assert checkpoint(ledger, attempt, "a", None) == Fence(attempt=1, nonce="n1", seq=2, head="a")
@@ -55,12 +57,8 @@ def test_a_run_from_claim_to_finish(arena: Arena) -> None:
     finish(ledger, attempt, step=20)
     found = [(row.seq, row.kind, row.attempt, row.head_after) for row in ledger.rows(RUN)]
     assert sorted(found) == [
-        (1, "claim", 1, None),
-        (2, "advance", 1, "a"),
-        (2, "checkpoint", 1, "a"),
-        (3, "advance", 1, "b"),
-        (3, "checkpoint", 1, "b"),
-        (4, "finish", 1, "b"),
+        *((1, "claim", 1, None), (2, "advance", 1, "a"), (2, "checkpoint", 1, "a"), (3, "advance", 1, "b")),
+        *((3, "checkpoint", 1, "b"), (4, "finish", 1, "b")),
     ]
     assert ledger.state(RUN).finished
     assert not [name for name in arena.lakehouse.own("consumption").properties if name.startswith("dlac.fence")]
@@ -69,9 +67,8 @@ def test_a_run_from_claim_to_finish(arena: Arena) -> None:
         claimed(ledger, "n2", replaces=1)
 
 
-def test_the_fence_is_rebuilt_from_rows(arena: Arena) -> None:
+def test_the_fence_is_rebuilt_from_rows(arena: Arena, ledger: Ledger) -> None:
     """Without the cached property the rows say the same: owner, seq and head."""
-    ledger = Ledger(arena.lakehouse)
     checkpoint(ledger, claimed(ledger), "a", None)
     claimed(ledger, "n2", replaces=1)
     before = ledger.state(RUN)
@@ -84,9 +81,8 @@ def test_the_fence_is_rebuilt_from_rows(arena: Arena) -> None:
     assert f"dlac.fence.{RUN}" in ledger.state(RUN).table.properties
 
 
-def test_runs_do_not_see_each_other(arena: Arena) -> None:
+def test_runs_do_not_see_each_other(ledger: Ledger) -> None:
     """A name that begins like another's, and rows of other runs, change nothing."""
-    ledger = Ledger(arena.lakehouse)
     checkpoint(ledger, claimed(ledger), "a", None)
     assert not ledger.state("r").exists
     other = claim(ledger, "r11", nonce="x", replaces=0).fence
@@ -104,17 +100,15 @@ def test_two_claims_of_one_failed_attempt(arena: Arena) -> None:
     assert [row.nonce for row in ledger.rows(RUN, kinds=(ClaimRow,))] == ["n1", "n2"]
 
 
-def test_claiming_again_with_the_same_nonce_changes_nothing(arena: Arena) -> None:
+def test_claiming_again_with_the_same_nonce_changes_nothing(ledger: Ledger) -> None:
     """A claim whose answer was lost is found by its nonce."""
-    ledger = Ledger(arena.lakehouse)
     claimed(ledger)
     assert claimed(ledger, "n1", replaces=0).number == 1
     assert len(ledger.rows(RUN)) == 1
 
 
-def test_a_stale_attempt_is_always_refused(arena: Arena) -> None:
+def test_a_stale_attempt_is_always_refused(ledger: Ledger) -> None:
     """Checkpoint, quarantine and finish of a fenced attempt are refused, naming both attempts; no row is left."""
-    ledger = Ledger(arena.lakehouse)
     old = claimed(ledger)
     checkpoint(ledger, old, "a", None)
     claimed(ledger, "n2", replaces=1)
@@ -128,27 +122,21 @@ def test_a_stale_attempt_is_always_refused(arena: Arena) -> None:
     assert ledger.rows(RUN) == before
 
 
-def test_a_repeated_commit_is_recorded_once(arena: Arena) -> None:
+def test_a_repeated_commit_is_recorded_once(ledger: Ledger, attempt: Attempt) -> None:
     """Head = me means done: the same checkpoint committed again appends nothing."""
-    ledger = Ledger(arena.lakehouse)
-    attempt = claimed(ledger)
     assert checkpoint(ledger, attempt, "a", None) == checkpoint(ledger, attempt, "a", None)
     assert len(ledger.rows(RUN, kinds=(CheckpointRow,))) == 1
 
 
-def test_other_parent_in_attempt_is_error(arena: Arena) -> None:
+def test_other_parent_in_attempt_is_error(ledger: Ledger, attempt: Attempt) -> None:
     """A checkpoint that does not hang on the head is refused, naming both."""
-    ledger = Ledger(arena.lakehouse)
-    attempt = claimed(ledger)
     checkpoint(ledger, attempt, "a", None)
     with pytest.raises(HeadMoved, match=r"expected 'z' to be the head .* found 'a'"):
         checkpoint(ledger, attempt, "b", "z")
 
 
-def test_a_quarantine_steps_the_head_back_once(arena: Arena) -> None:
+def test_a_quarantine_steps_the_head_back_once(ledger: Ledger, attempt: Attempt) -> None:
     """The damaged checkpoint is named with its reason, the head is the ancestor, and repeating it appends nothing."""
-    ledger = Ledger(arena.lakehouse)
-    attempt = claimed(ledger)
     checkpoint(ledger, attempt, "a", None)
     checkpoint(ledger, attempt, "b", "a")
     for _ in range(2):
@@ -221,10 +209,8 @@ def _named(state: RunState, name: str) -> Append:
     return Append(rows=[row], fence=replace(state.fence, seq=state.fence.seq + 1))
 
 
-def test_quarantined_checkpoint_is_not_restorable(arena: Arena) -> None:
+def test_quarantined_checkpoint_is_not_restorable(ledger: Ledger, attempt: Attempt) -> None:
     """A damaged checkpoint cannot be restored, rewound to, named or exported, by id or by step."""
-    ledger = Ledger(arena.lakehouse)
-    attempt = claimed(ledger)
     checkpoint(ledger, attempt, "a", None)
     checkpoint(ledger, attempt, "b", "a")
     quarantine(ledger, attempt, damaged={"b": "a flipped bit"}, head_after="a")
@@ -238,19 +224,16 @@ def test_quarantined_checkpoint_is_not_restorable(arena: Arena) -> None:
         name_checkpoint(ledger, RUN, "best", checkpoint_id="b")
 
 
-def test_other_launch_is_fenced(arena: Arena) -> None:
+def test_other_launch_is_fenced(ledger: Ledger) -> None:
     """An attempt with the owner's number and another nonce, as of a restored catalog, is refused."""
-    ledger = Ledger(arena.lakehouse)
     claimed(ledger)
     with pytest.raises(Fenced, match=r"attempt 1 \(other\).*owned by attempt 1 \(n1\)"):
         checkpoint(ledger, Attempt(run=RUN, number=1, nonce="other"), "a", None)
     assert len(ledger.rows(RUN)) == 1
 
 
-def test_rows_between_are_noticed(arena: Arena) -> None:
+def test_rows_between_are_noticed(ledger: Ledger, attempt: Attempt) -> None:
     """A checkpoint whose rows were made before others appended to the run is not committed with these rows."""
-    ledger = Ledger(arena.lakehouse)
-    attempt = claimed(ledger)
     checkpoint(ledger, attempt, "a", None)
     name_checkpoint(ledger, RUN, "best")
     rows: list[LedgerRow] = [CheckpointRow(checkpoint_id="b", parent="a")]

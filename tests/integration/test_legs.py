@@ -125,8 +125,7 @@ def test_new_leg_changes_settings(arena: Arena) -> None:
 def test_checkpoint_before_claim_keeps_leg(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first checkpoint of the replaced attempt lands just before the claim: another seed is refused, not mixed in."""
     arena.table()
-    spec = arena.spec("raced", world_size=1, every_steps=5)
-    arena.train(spec, until=3)
+    spec = arena.trained("raced", world_size=1, every_steps=5, until=3)
     other = arena.spec("raced", world_size=1, every_steps=5, seed=99)
     real = claim
 
@@ -134,10 +133,7 @@ def test_checkpoint_before_claim_keeps_leg(arena: Arena, monkeypatch: pytest.Mon
         monkeypatch.undo()
         fence = ledger.state(run).fence
         leg = first_leg(spec, [make_plan(arena.lakehouse, spec.source)])
-        rows = [
-            CheckpointRow(checkpoint_id="c5", step=5),
-            LegRow(checkpoint_id="c5", leg=0, leg_json=leg.to_json()),
-        ]
+        rows = [CheckpointRow(checkpoint_id="c5", step=5), LegRow(checkpoint_id="c5", leg=0, leg_json=leg.to_json())]
         attempt = Attempt(run=run, number=fence.attempt, nonce=fence.nonce)
         commit_checkpoint(ledger, attempt, checkpoint_id="c5", parent=None, rows=rows)
         return real(ledger, run, **options)
@@ -197,8 +193,7 @@ def test_damaged_row_group_is_quarantined(arena: Arena) -> None:
     arena.table(appends=(100, 60), row_group_rows=20)
     path = sorted(arena.lakehouse.load("src.t").inspect.files()["file_path"].to_pylist())[0]
     damage(path.removeprefix("file://"), 1)
-    launch = arena.launch(arena.spec("r", **{**SMALL, "world_size": 2}, on_unreadable="quarantine"))
-    assert launch.wait() == 0, launch.stderr
+    arena.launched(arena.spec("r", **{**SMALL, "world_size": 2}, on_unreadable="quarantine"))
     read = Counter(flat(arena.journal("r")))
     assert set(read.values()) == {1}
     assert len(read) == 140

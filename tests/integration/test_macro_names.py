@@ -31,8 +31,7 @@ def audit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[duckdb.DuckDBPyC
     with pytest.MonkeyPatch.context() as monkeypatch:
         arena = Arena(tmp_path_factory.mktemp("macros") / "home", monkeypatch)
         arena.table(appends=(60, 60), row_group_rows=20)
-        spec = arena.spec("r", world_size=1, passes=1, every_steps=2, row_keys=True, identity_columns=["row_id"])
-        arena.train(spec)
+        arena.trained("r", world_size=1, passes=1, every_steps=2, row_keys=True, identity_columns=["row_id"])
         with open_audit(arena.lakehouse) as connection:
             connection.execute(
                 "CREATE TABLE arguments_of AS SELECT k.key AS wanted_key, f.file_path AS file, f.file_path AS path, "

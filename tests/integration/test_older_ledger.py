@@ -63,8 +63,7 @@ def check_refused(arena: Arena, spec: JobSpec) -> None:
 def test_older_ledger_is_refused(arena: Arena) -> None:
     """Training, status, audit, rewind and upkeep of a run whose catalog was restored from a backup."""
     arena.table()
-    spec = arena.spec("r", world_size=1, passes=1)
-    arena.train(spec, until=15)
+    spec = arena.trained("r", world_size=1, passes=1, until=15)
     backup = Path(shutil.copy(arena.home / "catalog.db", arena.home / "backup.db"))
     arena.train(spec, until=23)
     restore_catalog(arena, backup)
@@ -92,8 +91,7 @@ def test_one_commit_is_missed(arena: Arena) -> None:
 def test_restored_store_and_warehouse_work(arena: Arena) -> None:
     """A lakehouse that is restored as a whole trains on, and its audit is exact."""
     arena.table()
-    spec = arena.spec("r", world_size=1, passes=1)
-    arena.train(spec, until=25)
+    spec = arena.trained("r", world_size=1, passes=1, until=25)
     shutil.copytree(arena.home, arena.home.with_name("backup"))
     arena.train(spec, until=45)
     shutil.rmtree(arena.home)
@@ -108,8 +106,7 @@ def test_restored_store_and_warehouse_work(arena: Arena) -> None:
 def test_warehouse_restored_without_store(arena: Arena) -> None:
     """If catalog and warehouse come from one backup and the store is newer, the checkpoints in the store alone reveal it."""
     arena.table(appends=(640,))
-    spec = arena.spec("r", world_size=1, passes=1, every_steps=2)
-    arena.train(spec, until=3)
+    spec = arena.trained("r", world_size=1, passes=1, every_steps=2, until=3)
     shutil.copytree(arena.home / "warehouse", arena.home / "backup")
     backup = shutil.copy(arena.home / "catalog.db", arena.home / "backup.db")
     arena.train(spec, until=9)
@@ -135,8 +132,7 @@ def test_forgotten_run_is_refused(arena: Arena) -> None:
     backup = shutil.copy(arena.home / "catalog.db", arena.home.with_name("backup.db"))
     arena.__post_init__()
     table = arena.table()
-    spec = arena.spec("r", world_size=1, passes=1)
-    arena.train(spec, until=25)
+    spec = arena.trained("r", world_size=1, passes=1, until=25)
     restore_catalog(arena, Path(backup))
     before = files_of(arena)
     reconnect(arena)

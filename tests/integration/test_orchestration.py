@@ -62,8 +62,7 @@ def look(instance: dg.DagsterInstance, cursor: str | None) -> tuple[str | None, 
 def test_run_with_manual_launch_stays(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
     """While a process holds the lock of the launch there is nothing to recover. Afterwards there is, with one key."""
     arena.table()
-    spec = arena.spec("by-hand", world_size=1)
-    arena.train(spec, until=15)
+    spec = arena.trained("by-hand", world_size=1, until=15)
     dead = dagster_run(instance, spec, dg.DagsterRunStatus.FAILURE)
     with run_lock(spec.checkpoint.local, spec.run, wait_s=0.0, takeover=False):
         skipped = recovery_requested(instance, dead)
@@ -79,8 +78,7 @@ def test_run_with_manual_launch_stays(arena: Arena, home: Path, instance: dg.Dag
 def test_the_verify_job_finds_damage_and_records_it(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
     """A checkpoint that holds is recorded and not read again within its time; a damaged one fails the job by its file."""
     arena.table()
-    spec = arena.spec("verified", world_size=1)
-    arena.train(spec, until=25)
+    spec = arena.trained("verified", world_size=1, until=25)
     config = {"ops": {"newest_checkpoints_verified": {"config": {"not_since_h": 1.0}}}}
 
     def verify(**changes: Any) -> dg.ExecuteInProcessResult:

@@ -16,7 +16,7 @@ from dlac_pipeline.lakehouse.errors import CatalogUnreachable, SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.iceberg.pins import hold, release_pins, remove_pin
 from dlac_pipeline.lakehouse.iceberg.safe_commit import GuardedSqlCatalog
-from dlac_pipeline.lakehouse.iceberg.snapshots import is_pinned, pin, pin_tag
+from dlac_pipeline.lakehouse.iceberg.snapshots import is_pinned, pin, pin_tag, snapshot_of
 from dlac_pipeline.lakehouse.ledger.plans import PlanRow
 from dlac_pipeline.lakehouse.ledger.schemas import CONSUMPTION, PLANS
 from tests.empty_lakehouse import empty_lakehouse
@@ -40,9 +40,7 @@ def append(lakehouse: Lakehouse, name: str = "src.t") -> int:
 
 def now(lakehouse: Lakehouse, name: str = "src.t") -> int:
     """The current snapshot."""
-    current = lakehouse.load(name).current_snapshot()
-    assert current is not None
-    return current.snapshot_id
+    return snapshot_of(lakehouse.load(name), None).snapshot_id
 
 
 P = [f"{number:024x}" for number in range(10)]
@@ -57,22 +55,14 @@ def uuid_of(lakehouse: Lakehouse, name: str = "src.t") -> str:
 def plan(lakehouse: Lakehouse, snapshot_id: int, plan_id: str, table: str = "src.t") -> str:
     """Pin a snapshot and write a plan's row; returns its id."""
     tag = pin(lakehouse, table, snapshot_id)
-    row = PlanRow(
-        plan_id=plan_id,
-        write_id=secrets.token_hex(4),
-        source_table=table,
-        table_uuid=uuid_of(lakehouse, table),
-        snapshot_id=snapshot_id,
-        tag=tag,
-        schema_id=0,
-        row_filter="",
-        columns="[]",
-        units=0,
-        rows=0,
-        live_rows=0,
-        bytes=0,
-        created_at=datetime.now(UTC),
-    )
+    empty: dict[str, Any] = {"row_filter": "", "columns": "[]", "units": 0, "rows": 0, "live_rows": 0, "bytes": 0}
+    source: dict[str, Any] = {
+        "source_table": table,
+        "table_uuid": uuid_of(lakehouse, table),
+        "snapshot_id": snapshot_id,
+    }
+    written: dict[str, Any] = {"write_id": secrets.token_hex(4), "created_at": datetime.now(UTC)}
+    row = PlanRow(plan_id=plan_id, tag=tag, schema_id=0, **source, **empty, **written)
     schema = schema_to_pyarrow(PLANS, include_field_ids=False)
     lakehouse.own("plans").append(pa.Table.from_pylist([asdict(row)], schema=schema))
     return plan_id
@@ -129,13 +119,7 @@ def test_a_pin_says_what_it_is_for(lakehouse: Lakehouse) -> None:
     assert (found.plan_ids, found.uses, found.pinned_at) == ((), (), None)
 
 
-@pytest.mark.parametrize(
-    "one",
-    [
-        source(upcoming=[[P[1], 1]]),
-        {"deep": [{"deeper": {"plan_ids": [P[0], P[1]]}}]},
-    ],
-)
+@pytest.mark.parametrize("one", [source(upcoming=[[P[1], 1]]), {"deep": [{"deeper": {"plan_ids": [P[0], P[1]]}}]}])
 def test_plans_are_found_anywhere_in_a_leg(lakehouse: Lakehouse, one: dict[str, Any]) -> None:
     """Whatever the shape of a leg, the plans that it names need their pins."""
     plan(lakehouse, append(lakehouse), P[1])

@@ -11,12 +11,7 @@ from dlac_pipeline.lakehouse.errors import CatalogUnreachable
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.commits import claim
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.lakehouse.ledger.recoveries import (
-    PHASES,
-    Recovery,
-    recoveries_of,
-    write_recovery,
-)
+from dlac_pipeline.lakehouse.ledger.recoveries import PHASES, Recovery, recoveries_of, write_recovery
 from dlac_pipeline.supervise import recovery_recorder
 from dlac_pipeline.supervise.attempt_monitor import AttemptMonitor
 from dlac_pipeline.supervise.failure import planned_end
@@ -97,11 +92,9 @@ def test_outage_loses_no_recovery(arena: Arena, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("limit", ["_CLOSE_WITHIN_S", "_STOPPED_WITHIN_S"])
-def test_outage_ends_wait_for_rows(
-    arena: Arena, answers: threading.Event, monkeypatch: pytest.MonkeyPatch, limit: str
-) -> None:
+def test_outage_ends_wait_for_rows(arena: Arena, answers: threading.Event, limit: str) -> None:
     """A launch that ends during an outage does not wait for long, and less after a stop request. It warns."""
-    monkeypatch.setattr(recovery_recorder, limit, 0.1)
+    arena.monkeypatch.setattr(recovery_recorder, limit, 0.1)
     stop = threading.Event()
     if limit == "_STOPPED_WITHIN_S":  # the sender of the request kills the supervisor soon
         stop.set()

@@ -109,12 +109,8 @@ def test_whole_microseconds_are_registered(arena: Arena, tmp_path: Path, int96: 
     """Timestamps in nanoseconds and INT96 are timestamps of the table if no digit is lost. Null rows and zones are kept."""
     times = pa.array([1_000, None, -5_000_000], pa.timestamp("ns"))
     zoned = pa.array([1_000, None, 0], pa.timestamp("ns", "UTC"))
-    columns = {
-        "row_id": [0, 1, 2],
-        "at": times,
-        "zoned": zoned,
-        "many": pa.array([times.to_pylist()] * 3, pa.list_(times.type)),
-    }
+    many = pa.array([times.to_pylist()] * 3, pa.list_(times.type))
+    columns = {"row_id": [0, 1, 2], "at": times, "zoned": zoned, "many": many}
     write(tmp_path / "pages/a.parquet", columns, use_deprecated_int96_timestamps=int96, store_schema=not int96)
     assert registered(arena, tmp_path / "pages").left_out == ()
     found = values_of(arena.lakehouse)
@@ -138,17 +134,9 @@ def test_lost_digits_are_left_out(arena: Arena, tmp_path: Path, int96: bool) -> 
 
 def test_unfit_columns_are_left_out(arena: Arena, tmp_path: Path) -> None:
     """Columns that Iceberg cannot have are left out, each with its reason and file. One that is all null waits for a type."""
-    unfit = pa.Table.from_arrays(
-        [
-            pa.array([0]),
-            pa.array([1]),
-            pa.array([2]),
-            pa.array([3], pa.uint64()),
-            pa.array([4], pa.duration("s")),
-            pa.nulls(1),
-        ],
-        names=["row_id", "twice", "twice", "wide", "lasts", "later"],
-    )
+    names, small = ["row_id", "twice", "twice", "wide", "lasts", "later"], [pa.array([number]) for number in range(3)]
+    odd = [pa.array([3], pa.uint64()), pa.array([4], pa.duration("s")), pa.nulls(1)]
+    unfit = pa.Table.from_arrays([*small, *odd], names=names)
     (tmp_path / "pages").mkdir()
     pq.write_table(unfit, tmp_path / "pages/a.parquet")
     done = registered(arena, tmp_path / "pages")
@@ -202,11 +190,7 @@ def test_long_texts_are_bounded(arena: Arena, tmp_path: Path, greatest: str) -> 
 
 @pytest.mark.parametrize(
     ("folder", "key", "value"),
-    [
-        ("a%3Db=1%2F2", "a=b", "1/2"),
-        ("day=\u0663\u0664", "day", "\u0663\u0664"),
-        ("day=007", "day", 7),
-    ],
+    [("a%3Db=1%2F2", "a=b", "1/2"), ("day=\u0663\u0664", "day", "\u0663\u0664"), ("day=007", "day", 7)],
 )
 def test_partition_keys_are_decoded(arena: Arena, tmp_path: Path, folder: str, key: str, value: Any) -> None:
     """An encoded character is part of a key or a value. Only digits of ASCII make a number."""

@@ -21,12 +21,7 @@ from dlac_pipeline.extensions.erasure.forget import plan_forget
 from dlac_pipeline.extensions.registration.register import register, registered_tables
 from dlac_pipeline.extensions.upkeep.upkeep import run_upkeep
 from dlac_pipeline.lakehouse.config import LakehouseConfig
-from dlac_pipeline.lakehouse.errors import (
-    DataFileChanged,
-    DataFileUnreadable,
-    DlacError,
-    SpecInvalid,
-)
+from dlac_pipeline.lakehouse.errors import DataFileChanged, DataFileUnreadable, DlacError, SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.plan.planner import make_plan
 from tests.conftest import Arena

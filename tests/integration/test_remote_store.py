@@ -32,12 +32,7 @@ from tests.seaweedfs import SeaweedFS, needs_seaweedfs, seaweedfs
 
 
 def remote(
-    arena: Arena,
-    store: ObjectStore,
-    url: str | None = None,
-    *,
-    address: str = "s3://lake/checkpoints/",
-    **changes: Any,
+    arena: Arena, store: ObjectStore, url: str | None = None, *, address: str = "s3://lake/checkpoints/", **changes: Any
 ) -> JobSpec:
     """Return a run of 15 steps with a checkpoint every 5 in the bucket, and its tables in a local folder."""
     arena.table(appends=(70, 50), row_group_rows=20)

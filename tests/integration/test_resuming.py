@@ -14,16 +14,7 @@ from dlac_pipeline.checkpoint.engines import TorchState
 from dlac_pipeline.checkpoint.manifest import content_digest, read_manifest, verify_files
 from dlac_pipeline.checkpoint.store import MANIFEST, folder_of
 from dlac_pipeline.extensions.branches.rewind import rewind_run
-from dlac_pipeline.lakehouse.errors import (
-    CheckpointDamaged,
-    CursorMismatch,
-    FormatTooNew,
-    ResumeMismatch,
-    ScriptInvalid,
-    SpecInvalid,
-    StoreUnavailable,
-    TableReplaced,
-)
+from dlac_pipeline.lakehouse import errors
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow, QuarantinedCheckpointRow
 from dlac_pipeline.lakehouse.store_files import StoreFiles
 from dlac_pipeline.plan.plan import Plans
@@ -89,7 +80,7 @@ def test_damage_is_detected_and_named(arena: Arena, spec: JobSpec, tmp_path: Pat
     for how in DAMAGES:
         verify_files(read_manifest(row.manifest_uri, row.manifest_digest, StoreFiles()), str(folder), StoreFiles())
         path = damage(row, how)
-        with pytest.raises(CheckpointDamaged) as caught:
+        with pytest.raises(errors.CheckpointDamaged) as caught:
             verify_files(read_manifest(row.manifest_uri, row.manifest_digest, StoreFiles()), str(folder), StoreFiles())
         named = [path.name] if how != "swapped" else [found.name for found in files(row)]
         assert any(name in str(caught.value) for name in named), how
@@ -98,7 +89,7 @@ def test_damage_is_detected_and_named(arena: Arena, spec: JobSpec, tmp_path: Pat
     raw = {**json.loads((folder / MANIFEST).read_text()), "files": manifest.files, "format_version": 99}
     newer = type(manifest)(**raw).to_bytes()
     (folder / MANIFEST).write_bytes(newer)
-    with pytest.raises(FormatTooNew, match="format version 99"):
+    with pytest.raises(errors.FormatTooNew, match="format version 99"):
         read_manifest(row.manifest_uri, content_digest(newer), StoreFiles())
 
 
@@ -125,7 +116,7 @@ def test_a_store_that_is_away_is_not_damage(arena: Arena, spec: JobSpec) -> None
     store = Path(spec.checkpoint.store)
     store.rename(store.with_name("elsewhere"))
     for _ in range(2):  # with no folder at all, and with the empty folder of a mount point
-        with pytest.raises(StoreUnavailable, match="mount"):
+        with pytest.raises(errors.StoreUnavailable, match="mount"):
             arena.train(spec)
         (store / "r1").mkdir(parents=True, exist_ok=True)
     shutil.rmtree(store / "r1")
@@ -150,14 +141,14 @@ def test_resuming_something_else_is_refused_by_name(arena: Arena, spec: JobSpec)
     before = arena.rows("r1")
     for changes, message in CHANGES:
         settings = {"world_size": 1, "batch_size": 16, "key_groups": 4, "every_steps": 5, **changes}
-        with pytest.raises(ResumeMismatch, match=message):
+        with pytest.raises(errors.ResumeMismatch, match=message):
             arena.train(arena.spec("r1", **settings))
     arena.lakehouse.catalog.drop_table("src.t")
     arena.table(appends=(70, 50), row_group_rows=20)
-    with pytest.raises(TableReplaced):
+    with pytest.raises(errors.TableReplaced):
         arena.train(spec)
     assert arena.rows("r1") == before
-    with pytest.raises(TableReplaced):  # a recovery claims first, and loads its tables before any rank trains
+    with pytest.raises(errors.TableReplaced):  # a recovery claims first, and loads its tables before any rank trains
         start_attempt(Plans(arena.lakehouse), spec, ClaimRequest(replaces=1))
 
 
@@ -186,7 +177,7 @@ def test_unwritable_store_is_named(arena: Arena, spec: JobSpec) -> None:
     """The first checkpoint ends the attempt with the store's path. Nothing is committed."""
     path = arena.home / "file"
     path.touch()
-    with pytest.raises(StoreUnavailable, match=str(path)):
+    with pytest.raises(errors.StoreUnavailable, match=str(path)):
         arena.train(arena.spec("r1", world_size=1, store=str(path / "store")))
     assert arena.rows("r1", CheckpointRow) == []
 
@@ -202,7 +193,7 @@ class Unloadable(torch.nn.Linear):
 def test_failed_vote_prevents_commit(spec: JobSpec, arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that cannot save its state votes no, and the checkpoint is not committed without it."""
     monkeypatch.setattr(torch.nn, "Linear", Unloadable)
-    with pytest.raises(SpecInvalid, match="extra"):
+    with pytest.raises(errors.SpecInvalid, match="extra"):
         arena.train(spec)
     assert arena.rows("r1", CheckpointRow) == []
 
@@ -210,7 +201,7 @@ def test_failed_vote_prevents_commit(spec: JobSpec, arena: Arena, monkeypatch: p
 def test_missing_step_done_is_named(arena: Arena, spec: JobSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch that is never reported as done stops the run before the next batch, so that nothing is recorded unnoticed."""
     monkeypatch.setattr("dlac_pipeline.train.training_run.TrainingRun.step_done", lambda self, loss: None)
-    with pytest.raises(ScriptInvalid, match="step 1"):
+    with pytest.raises(errors.ScriptInvalid, match="step 1"):
         arena.train(spec)
     assert arena.rows("r1", CheckpointRow) == []
 
@@ -221,12 +212,12 @@ def test_other_source_count_is_refused_early(arena: Arena, spec: JobSpec) -> Non
     source = spec.source.model_copy(update={"name": "more"})
     launch = spec.launch.model_copy(update={"new_leg": True})
     two = spec.model_copy(update={"mixture": [source], "launch": launch})
-    with pytest.raises(ResumeMismatch, match=r"expected 1 sources, as leg 0 of run 'r1' binds, found 2"):
+    with pytest.raises(errors.ResumeMismatch, match=r"expected 1 sources, as leg 0 of run 'r1' binds, found 2"):
         start_attempt(Plans(arena.lakehouse), two, ClaimRequest(nonce="n"))
-    with pytest.raises(ResumeMismatch, match="found 2 in the job spec"):
+    with pytest.raises(errors.ResumeMismatch, match="found 2 in the job spec"):
         rewind_run(arena.lakehouse, "r1", nonce="n", step=5, exclude=["row_id < 3"], spec=two)
     plan = make_plan(arena.lakehouse, spec.source)
-    with pytest.raises(SpecInvalid, match=r"a plan for each of the 1 sources of run 'r1', found 2"):
+    with pytest.raises(errors.SpecInvalid, match=r"a plan for each of the 1 sources of run 'r1', found 2"):
         start_attempt(
             Plans(arena.lakehouse), spec, ClaimRequest(nonce="n", options=ResumeOptions(plans=(plan.row, plan.row)))
         )
@@ -250,7 +241,7 @@ def test_shifted_cursor_is_refused(arena: Arena, spec: JobSpec) -> None:
     index = rows.column_names.index("manifest_digest")
     field = rows.schema.field(index)
     table.overwrite(rows.set_column(index, field, pa.array(digests, field.type)))
-    with pytest.raises(CursorMismatch, match=r"cursor of key group 2 in source 0 .* after step 5"):
+    with pytest.raises(errors.CursorMismatch, match=r"cursor of key group 2 in source 0 .* after step 5"):
         arena.train(spec)
 
 
@@ -297,10 +288,10 @@ def test_second_restore_is_refused(arena: Arena, spec: JobSpec) -> None:
             run.restore(model=model)
             for batch in islice(run.batches(), 3):
                 count(model)
-                with pytest.raises(ScriptInvalid, match=f"of step {batch.step}"):
+                with pytest.raises(errors.ScriptInvalid, match=f"of step {batch.step}"):
                     run.checkpoint()
                 run.step_done(0.0)
-            with pytest.raises(ScriptInvalid, match="a second one"):
+            with pytest.raises(errors.ScriptInvalid, match="a second one"):
                 run.restore(model=model)
     assert counted(arena) == [(3, 3.0), (5, 5.0), (6, 6.0)]
 
@@ -314,9 +305,9 @@ def test_script_cannot_train_after_a_failed_restore(arena: Arena, spec: JobSpec)
             count(model)
             run.step_done(0.0)
     with arena.training_run(spec) as run:
-        with suppress(ResumeMismatch):
+        with suppress(errors.ResumeMismatch):
             run.restore(dlac.DistributedState(model=model))
-        with pytest.raises(ScriptInvalid, match=r"before run\.batches"):
+        with pytest.raises(errors.ScriptInvalid, match=r"before run\.batches"):
             next(run.batches())
     assert counted(arena) == [(2, 2.0)]
 
@@ -345,7 +336,7 @@ def test_nothing_is_committed_after_a_kept_error(arena: Arena, spec: JobSpec) ->
                 break
             count(model)
             run.step_done(0.0)
-        with suppress(CursorMismatch):
+        with suppress(errors.CursorMismatch):
             for _ in run.batches():
                 count(model)
                 run.step_done(0.0)

@@ -196,8 +196,7 @@ def test_repeated_claim_fences_no_newer_one(arena: Arena, landed: bool) -> None:
 def test_leg_is_checked_after_claim(arena: Arena) -> None:
     """If the manifest is back when it is restored, a rewind leaves its rows out, and another spec is refused."""
     arena.table(appends=(200,))
-    spec = arena.spec("r", world_size=1, passes=1, every_steps=2)
-    arena.train(spec, until=5)
+    spec = arena.trained("r", world_size=1, passes=1, every_steps=2, until=5)
     rewind_run(arena.lakehouse, "r", nonce="op", step=2, exclude=["row_id >= 150"])
     manifest = folder_of(arena.lineage("r")[-1].manifest_uri) / MANIFEST
     whole = manifest.read_bytes()
@@ -221,8 +220,7 @@ def test_leg_is_checked_after_claim(arena: Arena) -> None:
 def test_claim_of_memory_reads_no_store(arena: Arena) -> None:
     """The first try of a claim names a state in memory. At the next one the head looks damaged: no checkpoint is read instead."""
     arena.table(appends=(200,))
-    spec = arena.spec("r", world_size=1, passes=1, every_steps=2)
-    arena.train(spec, until=5)
+    spec = arena.trained("r", world_size=1, passes=1, every_steps=2, until=5)
     named = {"memory_of": 1, "memory_step": 5, "memory_ranks": 1, "memory_at": 5.0}
     claim(Ledger(arena.lakehouse), "r", nonce="n", replaces=1, facts=named)
     manifest = folder_of(arena.lineage("r")[-1].manifest_uri) / MANIFEST

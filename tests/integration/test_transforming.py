@@ -72,8 +72,7 @@ def test_rows_are_dropped_multiplied_and_quarantined(arena: Arena, script: str) 
 def test_a_changed_transform_is_refused(arena: Arena, script: str) -> None:
     """A leg binds the transform's code: resuming with other code is not resuming."""
     arena.table(appends=(100, 50), row_group_rows=20)
-    spec = arena.spec("r", **SMALL, transform=f"{script}:all_rows")
-    arena.train(spec, until=8)
+    spec = arena.trained("r", **SMALL, transform=f"{script}:all_rows", until=8)
     Path(script).write_text(TRANSFORM + "\n# another comment\n")
     with pytest.raises(ResumeMismatch, match="transform: committed"):
         arena.train(spec)

@@ -14,12 +14,7 @@ from pyiceberg.transforms import IdentityTransform
 from pyiceberg.types import DateType, IcebergType, IntegerType, LongType, NestedField, StringType, TimestampType
 
 from dlac_pipeline.extensions.dataset import DlacDataset, open_dataset
-from dlac_pipeline.lakehouse.errors import (
-    DataFileUnreadable,
-    NoSuchColumn,
-    NoSuchSnapshot,
-    UnsupportedColumn,
-)
+from dlac_pipeline.lakehouse.errors import DataFileUnreadable, NoSuchColumn, NoSuchSnapshot, UnsupportedColumn
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.iceberg.snapshots import snapshot_of
 from dlac_pipeline.lakehouse.ledger.plans import get_plan
@@ -58,12 +53,8 @@ def opened(lakehouse: Lakehouse, *columns: str, **settings: Any) -> DlacDataset:
     return open_dataset(lakehouse=lakehouse, table="src.t", columns=list(columns), **{**defaults, **settings})
 
 
-FAR = [
-    dt.datetime(9999, 12, 31, 23, 59, 59, 999999),
-    dt.datetime(1, 1, 1),
-    dt.datetime(2262, 4, 12),
-    dt.datetime(2000, 1, 1),
-]
+LAST = dt.datetime(9999, 12, 31, 23, 59, 59, 999999)
+FAR = [LAST, dt.datetime(1, 1, 1), dt.datetime(2262, 4, 12), dt.datetime(2000, 1, 1)]
 
 
 def test_int96_timestamps_of_any_year(lakehouse: Lakehouse) -> None:
@@ -159,13 +150,9 @@ def lists(*rows: Any) -> pa.Table:
 
 def shapes(lakehouse: Lakehouse, world_size: int, **settings: Any) -> list[list[tuple[int, ...]]]:
     """The shape of `x` in every batch, by rank."""
-    return [
-        [
-            tuple(batch["x"].shape)
-            for batch in opened(lakehouse, "x", rank=rank, world_size=world_size, last_batch="pad", **settings)
-        ]
-        for rank in range(world_size)
-    ]
+    shared: dict[str, Any] = {"world_size": world_size, "last_batch": "pad", **settings}
+    readers = [opened(lakehouse, "x", rank=rank, **shared) for rank in range(world_size)]
+    return [[tuple(batch["x"].shape) for batch in reader] for reader in readers]
 
 
 @pytest.mark.parametrize(("empty", "rest", "width"), [(None, [1, 2, 3], 3), (None, None, 0)])

@@ -26,8 +26,7 @@ def test_run_waiting_for_batch_passes_checks(arena: Arena) -> None:
 def test_run_of_damaged_checkpoints_fails_check(arena: Arena) -> None:
     """That is another thing than none yet."""
     arena.table()
-    spec = arena.spec("broken", world_size=1)
-    arena.train(spec, until=15)
+    spec = arena.trained("broken", world_size=1, until=15)
     ledger, (only,) = Ledger(arena.lakehouse), arena.lineage(spec.run)
     owner = claim(ledger, spec.run, nonce="n", replaces=1).fence
     attempt = Attempt(run=spec.run, number=owner.attempt, nonce="n")

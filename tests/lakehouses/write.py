@@ -40,12 +40,8 @@ def specs(home: Path) -> dict[str, dict[str, Any]]:
     first = {"table": "src.a", "columns": ["row_id"], "weight": 0.7, "passes": 2}
     second = {"table": "src.b", "columns": ["row_id"], "weight": 0.3, "row_filter": "odd = true"}
     documents = {"table": "src.a", "columns": ["tokens"]}
-    transformed = {
-        "table": "src.a",
-        "columns": ["row_id"],
-        "transform": f"{home}/some.py:some",
-        "on_reject": "quarantine",
-    }
+    transformed = {"table": "src.a", "columns": ["row_id"]}
+    transformed |= {"transform": f"{home}/some.py:some", "on_reject": "quarantine"}
     followed = {"table": "src.f", "columns": ["row_id"], "follow": "appends", "identity_columns": ["row_id"]}
     return {
         "mixed": {"run": "mixed", "source": first, "mixture": [second], "order": _ORDER},

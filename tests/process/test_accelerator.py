@@ -62,10 +62,7 @@ def test_staged_shards_are_on_host(results: Any) -> None:
     """The copy of a DTensor whose shard is on the device has its values, in host memory."""
     copies = results["copies"]
     assert (copies["sharded_on"], copies["whole_on"]) == ("cpu", "cpu")
-    assert copies["staged_bytes"] == [
-        32,
-        32,
-    ]  # reusable memory, once for DTensor and shard
+    assert copies["staged_bytes"] == [32, 32]  # reusable memory, once for DTensor and shard
     assert copies["numbers"] == [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0], [6.0, 7.0]]
 
 

@@ -1,12 +1,10 @@
-"""Connections that are silent, unavailable or refused, over real sockets: to catalogs, and in scripts."""
+"""Connections to catalogs that are silent, unavailable or refused, over real sockets."""
 
 import socket
-from pathlib import Path
 from typing import Literal
 
 import pytest
 
-from dlac_pipeline.elastic.ranks.script_errors import describe_exception
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import CatalogMisconfigured, CatalogUnreachable, DlacError, LakehouseError
 from dlac_pipeline.lakehouse.iceberg import safe_commit
@@ -15,7 +13,6 @@ from dlac_pipeline.train import startup
 from tests.failing_servers import serve_status
 from tests.ports import own_port
 from tests.small_records import small_spec
-from tests.unit.test_script_errors import fail
 
 
 def test_silent_rest_catalog_is_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,11 +50,3 @@ def test_failover_of_rest_is_outage(status: int, monkeypatch: pytest.MonkeyPatch
         with serve_status(code) as uri, pytest.raises(DlacError) as caught:
             startup.open_plans(small_spec(lakehouse={"type": "rest", "uri": uri, "warehouse": "/x"}), supervised=True)
         assert type(caught.value) is kind
-
-
-def test_refused_connection_of_script_passes(tmp_path: Path) -> None:
-    """A connection that is refused in a script is a transient failure at the script's line."""
-    record = describe_exception(fail(tmp_path, "socket.create_connection(('127.0.0.1', 1), timeout=1)"))
-    assert (record["origin"], record["where"]) == ("passing", f"{tmp_path / 'train.py'}:3 in train")
-    assert "<frozen" not in record["traceback"]
-    assert "line 3, in train" in record["traceback"]

@@ -30,10 +30,7 @@ def test_mixture_example_is_exact(tmp_path: Path) -> None:
     sources = json.loads(_run([_DLAC, "sql", "--json", "FROM sources WHERE run = 'mixed' ORDER BY source"], tmp_path))
     assert [
         (each["name"], each["passes_finished"], each["rows_consumed"], each["rows_pending"]) for each in sources
-    ] == [
-        ("demo.points", 1, 20_000, 0),
-        ("demo.extra", 1, 8_672, 1_328),
-    ]
+    ] == [("demo.points", 1, 20_000, 0), ("demo.extra", 1, 8_672, 1_328)]
 
 
 def _run(command: list[str], folder: Path) -> str:

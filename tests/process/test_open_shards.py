@@ -40,16 +40,11 @@ def expected_tensors(saved: Saved) -> dict[str, torch.Tensor]:
 
 def read_without_dlac(folder: Path, world_size: int, dump: Path) -> dict[str, torch.Tensor]:
     """Return the tensors that ranks without DLAC read."""
-    common = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(own_port())}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(READER), str(folder), str(dump)],
-            env={**os.environ, **common, "OMP_NUM_THREADS": "1", "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world_size)
-    ]
+    common = {**os.environ, "WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1"}
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(own_port())}
+    command = [sys.executable, str(READER), str(folder), str(dump)]
+    variables = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)]
+    ranks = [subprocess.Popen(command, env=each, stderr=subprocess.PIPE, text=True) for each in variables]
     stderr = [rank.communicate(timeout=240)[1] for rank in ranks]
     assert not any(rank.returncode for rank in ranks), stderr
     found: dict[str, torch.Tensor] = torch.load(dump, weights_only=True)
@@ -128,14 +123,7 @@ def test_first_shard_format_is_loaded(tmp_path: Path, world_size: int) -> None:
     """Parameters, optimizer, groups, buffers and schedule are as version 0.1 saved them, bit for bit."""
     with tarfile.open(OLDER) as archive:
         archive.extractall(tmp_path, filter="data")
-    loaded = run_ranks(
-        world_size,
-        tmp_path / "loaded.pt",
-        do="load",
-        engine="fsdp2",
-        folder=tmp_path / "checkpoint",
-        saved_world_size=2,
-        after=3,
-    )
+    saved = {"engine": "fsdp2", "folder": tmp_path / "checkpoint", "saved_world_size": 2, "after": 3}
+    loaded = run_ranks(world_size, tmp_path / "loaded.pt", do="load", **saved)
     assert not any(loaded.codes), loaded.stderr
     assert_same(loaded.state, torch.load(tmp_path / "saved.pt", weights_only=False))

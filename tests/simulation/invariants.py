@@ -147,12 +147,8 @@ class Truth:
         check(row.append_id not in before.appends, "append {} landed twice", row.append_id)
         if isinstance(row, ClaimRow):
             check(not before.finished, "attempt {} claims a finished run", after.attempt)
-            check(
-                row.replaces == fence.attempt,
-                "attempt {} replaces {}, not the current one",
-                after.attempt,
-                row.replaces,
-            )
+            message = "attempt {} replaces {}, not the current one"
+            check(row.replaces == fence.attempt, message, after.attempt, row.replaces)
             check(after.attempt == fence.attempt + 1, "attempt {} does not follow {}", after.attempt, fence.attempt)
         else:
             check((after.attempt, after.nonce) == (fence.attempt, fence.nonce), "{} changes the owner", row)
@@ -192,13 +188,8 @@ class Truth:
         rows = parent.state.rows
         for step in range(parent.state.step + 1, state.step + 1):
             rows = digest_rows(rows, rows_of(leg, step))
-        check(
-            state.rows == rows,
-            "{} has other rows than those of leg {} after checkpoint {}",
-            name,
-            leg,
-            parent.checkpoint,
-        )
+        message = "{} has other rows than those of leg {} after checkpoint {}"
+        check(state.rows == rows, message, name, leg, parent.checkpoint)
         bits = state.bits
         for step in range(state.step, parent.state.step, -1):
             check(bits in self._made, "{} has a state of step {} that no training made", name, step)

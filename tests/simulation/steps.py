@@ -7,21 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from tests.simulation import values
 from tests.simulation.commit import Stage, check_owner, commit_checkpoint, finish_run
 from tests.simulation.ledger import OutcomeUnknown, Reading, Refused, extend
 from tests.simulation.scheduler import Life, Process
-from tests.simulation.values import (
-    BEGINNING,
-    LAST_STEP,
-    CheckpointRow,
-    ClaimRow,
-    Part,
-    QuorumRow,
-    Stamp,
-    State,
-    digest_rows,
-    rows_of,
-)
 from tests.simulation.world import Node, World, share_of
 
 _RANKS = 2
@@ -34,8 +23,8 @@ class Group:
 
     node: Node
     life: Life
-    claim: ClaimRow | None = None
-    state: State | None = None
+    claim: values.ClaimRow | None = None
+    state: values.State | None = None
     position: tuple[int, int] = (-1, -1)
     """The quorum that executed the last step of its state, and that step."""
     quorum: int = -1
@@ -43,7 +32,7 @@ class Group:
     joined: list[int] = field(default_factory=list)
     """Appends of the quorums that it joined since then."""
     view: View | None = None
-    head: CheckpointRow = BEGINNING
+    head: values.CheckpointRow = values.BEGINNING
     """The head as it knows it."""
     commits: bool = False
     staged_step: int = 0
@@ -58,7 +47,7 @@ class Group:
 class View:
     """A proposed quorum, and later the recorded one."""
 
-    claim: ClaimRow
+    claim: values.ClaimRow
     append_id: int
     number: int
     members: list[Group]
@@ -79,7 +68,7 @@ class Groups:
     def __init__(self, world: World) -> None:
         self._world = world
 
-    def start_attempt(self, claim: ClaimRow, reading: Reading, state: State, team: list[Node]) -> None:
+    def start_attempt(self, claim: values.ClaimRow, reading: Reading, state: values.State, team: list[Node]) -> None:
         """Start a group on each node of a launch. The claim has recorded their quorum."""
         groups = [Group(node, node.ranks, claim, state, (0, state.step), quorum=0, head=reading.head) for node in team]
         view = View(claim, claim.append_id, 0, groups, (0, state.step), recorded=True)
@@ -146,7 +135,7 @@ class Groups:
         """Append the row of a quorum, after the quorum that its donors trained in."""
         world, fence, base = self._world, view.claim.fence, writer.quorum
 
-        def decide(reading: Reading) -> QuorumRow:
+        def decide(reading: Reading) -> values.QuorumRow:
             check_owner(world, reading, fence.attempt, fence.nonce)
             if not world.rules.is_in_quorum(view.append_id, writer.latest):
                 raise Refused("is_in_quorum", reading)
@@ -156,7 +145,7 @@ class Groups:
             if not world.rules.reaches_head(view.newest[1], reading.head.state.step):
                 raise Refused("reaches_head", reading)
             view.number = reading.quorums(fence.nonce)[-1][0] + 1
-            return QuorumRow(
+            return values.QuorumRow(
                 fence=extend(reading.fence), append_id=view.append_id, number=view.number, members=view.nodes
             )
 
@@ -196,7 +185,7 @@ class Groups:
                 continue
             elif all(rules.is_healed(group.position, view.newest) for group in present):
                 world.advance([group.node for group in present])
-                if view.newest[1] == LAST_STEP:
+                if view.newest[1] == values.LAST_STEP:
                     self._commit_if_due(present[0], view)
                 else:
                     yield from self._execute(view, present)
@@ -211,7 +200,7 @@ class Groups:
             group.joined.clear()
         yield world.between(0.05, 0.3)
         world.reach("reduce")
-        applied: list[State] = []
+        applied: list[values.State] = []
         for group in world.rng.sample(present, len(present)):
             yield world.between(0.0, 0.1)
             if group.life.ended or not world.rules.is_in_quorum(view.append_id, group.latest):
@@ -231,9 +220,9 @@ class Groups:
             world.truth.check_applied(view.claim.fence.nonce, set(applied), by_all=by_all)
         self._heal(view)
 
-    def _reduce(self, view: View, present: list[Group]) -> State:
+    def _reduce(self, view: View, present: list[Group]) -> values.State:
         """Return the state after a step that divides the global batch among the groups."""
-        rows = rows_of(view.claim.leg, view.newest[1] + 1)
+        rows = values.rows_of(view.claim.leg, view.newest[1] + 1)
         consumed: list[int] = []
         for group in present:
             theirs = group.view or view
@@ -243,7 +232,7 @@ class Groups:
         before = states.pop()
         if states or before is None:
             return self._world.garbage(view.newest[1] + 1)
-        return self._world.truth.make(before, digest_rows(before.rows, sorted(consumed)), view.claim.fence.nonce)
+        return self._world.truth.make(before, values.digest_rows(before.rows, sorted(consumed)), view.claim.fence.nonce)
 
     def _heal(self, view: View) -> None:
         for group in view.members:
@@ -260,12 +249,12 @@ class Groups:
             group.state, group.position = donors[0].state, newest
             group.head = max(group.head, donors[0].head, key=lambda row: row.fence.seq)
 
-    def _stage(self, group: Group, state: State, view: View) -> Process[None]:
+    def _stage(self, group: Group, state: values.State, view: View) -> Process[None]:
         """Copy the parts of all ranks of a group into the memory of its node. The other groups are its buddies."""
         fence = view.claim.fence
-        stamp = Stamp(state.step, fence.attempt, view.number, fence.nonce, view.claim.leg, _RANKS)
+        stamp = values.Stamp(state.step, fence.attempt, view.number, fence.nonce, view.claim.leg, _RANKS)
         for index in range(_RANKS):
-            yield from self._world.copy(group.node, Part(stamp, index, state), group.staged_step)
+            yield from self._world.copy(group.node, values.Part(stamp, index, state), group.staged_step)
         group.staged_step = state.step
 
     # Durable checkpoints
@@ -274,19 +263,19 @@ class Groups:
         """Let the first member of a quorum commit a checkpoint."""
         state, world = group.state, self._world
         if state is not None and not group.commits:
-            due = min(group.head.state.step + world.conditions.interval, LAST_STEP)
+            due = min(group.head.state.step + world.conditions.interval, values.LAST_STEP)
             if state.step >= due:
                 group.commits = True
                 world.scheduler.spawn(self._checkpoint(group, view, state), group.life)
 
-    def _checkpoint(self, group: Group, view: View, state: State) -> Process[None]:
+    def _checkpoint(self, group: Group, view: View, state: values.State) -> Process[None]:
         world, fence = self._world, view.claim.fence
         stage = Stage.of(view.claim, state, group.head.checkpoint, quorum=group.quorum)
         try:
-            if group.head.state.step < LAST_STEP:
+            if group.head.state.step < values.LAST_STEP:
                 reading = yield from commit_checkpoint(world, group.node, stage, [group.life] * _RANKS)
                 group.head = reading.head
-            if group.head.state.step == LAST_STEP:
+            if group.head.state.step == values.LAST_STEP:
                 yield from finish_run(world, group.node, fence.attempt, fence.nonce)
         except OutcomeUnknown:
             world.note("the outcome of a commit is unknown")

@@ -35,11 +35,8 @@ CHANGES = {
 }
 """Transitions that depend on the state. The list is written out, not computed from the module."""
 ENDS = {
-    On.RANKS_FAILED: Do.FAIL,
-    On.HANG_FOUND: Do.FAIL,
-    On.LEADER_LOST: Do.FAIL,
-    On.RANKS_TERMINATED: Do.END_AS_STOPPED,
-    On.VERDICT_RECEIVED: Do.END_AS_REPORTED,
+    **{On.RANKS_FAILED: Do.FAIL, On.HANG_FOUND: Do.FAIL, On.LEADER_LOST: Do.FAIL},
+    **{On.RANKS_TERMINATED: Do.END_AS_STOPPED, On.VERDICT_RECEIVED: Do.END_AS_REPORTED},
 }
 """Decisions of the observations that end an attempt in every state."""
 IMPOSSIBLE = {

@@ -13,36 +13,19 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pyiceberg import types as ice
 from pyiceberg.io.pyarrow import schema_to_pyarrow
 from pyiceberg.schema import Schema
 from pyiceberg.table.name_mapping import NameMapping
-from pyiceberg.types import (
-    BinaryType,
-    DecimalType,
-    DoubleType,
-    FloatType,
-    IcebergType,
-    IntegerType,
-    ListType,
-    LongType,
-    MapType,
-    NestedField,
-    StringType,
-    StructType,
-    TimestampNanoType,
-    TimestampType,
-    TimestamptzType,
-    UUIDType,
-)
 
 from dlac_pipeline.lakehouse.errors import NoSuchColumn, UnsupportedColumn
 from dlac_pipeline.lakehouse.files.parquet import ParquetFooter
 from dlac_pipeline.lakehouse.iceberg.columns import FileColumns, arrow_type, concat_chunks
 
 
-def optional(field_id: int, name: str, kind: IcebergType, **more: Any) -> NestedField:
+def optional(field_id: int, name: str, kind: ice.IcebergType, **more: Any) -> ice.NestedField:
     """Return an optional field."""
-    return NestedField(field_id, name, kind, required=False, **more)
+    return ice.NestedField(field_id, name, kind, required=False, **more)
 
 
 def parquet(table: pa.Table, schema: Schema | None = None) -> pq.ParquetFile:
@@ -59,24 +42,18 @@ def read(file: pq.ParquetFile, schema: Schema, *names: str, **options: Any) -> p
 
 
 OLD = Schema(
-    optional(1, "a", IntegerType()),
-    optional(2, "b", StringType()),
-    optional(3, "c", FloatType()),
-    optional(4, "d", BinaryType()),
+    optional(1, "a", ice.IntegerType()),
+    optional(2, "b", ice.StringType()),
+    optional(3, "c", ice.FloatType()),
+    optional(4, "d", ice.BinaryType()),
 )
-ROWS = pa.table(
-    {
-        "a": pa.array([1, None], pa.int32()),
-        "b": ["x", None],
-        "c": pa.array([0.5, None], pa.float32()),
-        "d": [b"\0", None],
-    }
-)
+INTEGERS, REALS = pa.array([1, None], pa.int32()), pa.array([0.5, None], pa.float32())
+ROWS = pa.table({"a": INTEGERS, "b": ["x", None], "c": REALS, "d": [b"\0", None]})
 
 
 def test_file_without_ids_uses_name_mapping() -> None:
     """A name mapping decides, even an empty one. Without a mapping the schema's names decide."""
-    schema = Schema(optional(1, "a", LongType()), optional(2, "b", StringType()))
+    schema = Schema(optional(1, "a", ice.LongType()), optional(2, "b", ice.StringType()))
     file = parquet(pa.table({"a": [1], "old_b": ["x"], "b": ["not this"]}))
     mapping = NameMapping.model_validate(
         [{"field-id": 1, "names": ["a"]}, {"field-id": 2, "names": ["older_b", "old_b"]}]
@@ -86,16 +63,16 @@ def test_file_without_ids_uses_name_mapping() -> None:
     assert read(file, schema).to_pylist() == [{"a": 1, "b": "not this"}]
 
 
-DEFAULTS: list[tuple[IcebergType, Any, Any]] = [
-    (UUIDType(), uuid.UUID(int=5), uuid.UUID(int=5).bytes),
-    (TimestamptzType(), dt.datetime(2024, 1, 1, tzinfo=dt.UTC), dt.datetime(2024, 1, 1, tzinfo=dt.UTC)),
+DEFAULTS: list[tuple[ice.IcebergType, Any, Any]] = [
+    (ice.UUIDType(), uuid.UUID(int=5), uuid.UUID(int=5).bytes),
+    (ice.TimestamptzType(), dt.datetime(2024, 1, 1, tzinfo=dt.UTC), dt.datetime(2024, 1, 1, tzinfo=dt.UTC)),
 ]
 
 
 @pytest.mark.parametrize(("kind", "default", "value"), DEFAULTS)
-def test_later_columns_have_initial_default(kind: IcebergType, default: Any, value: Any) -> None:
+def test_later_columns_have_initial_default(kind: ice.IcebergType, default: Any, value: Any) -> None:
     """The default has the table's Arrow type, for any type, for a required column too, and if no other column is read."""
-    schema = Schema(*OLD.fields, NestedField(9, "later", kind, required=True, initial_default=default))
+    schema = Schema(*OLD.fields, ice.NestedField(9, "later", kind, required=True, initial_default=default))
     found = read(parquet(ROWS, OLD), schema, "later")
     assert found["later"].to_pylist() == [value, value]
     assert found["later"].type == arrow_type(kind)
@@ -105,31 +82,38 @@ def test_unreadable_columns_are_refused() -> None:
     """A required column without a default, an unknown name, and a type that is not promoted are refused with both sides."""
     file = parquet(ROWS, OLD)
     with pytest.raises(NoSuchColumn, match=r"required column 'must' \(field id 9\)"):
-        read(file, Schema(*OLD.fields, NestedField(9, "must", LongType(), required=True)))
+        read(file, Schema(*OLD.fields, ice.NestedField(9, "must", ice.LongType(), required=True)))
     with pytest.raises(NoSuchColumn, match=r"columns \['a', 'b', 'c', 'd'\] .*found 'nothing'"):
         read(file, OLD, "nothing")
-    for wrong in (optional(1, "a", StringType()), optional(2, "b", LongType()), optional(3, "c", IntegerType())):
+    for wrong in (
+        optional(1, "a", ice.StringType()),
+        optional(2, "b", ice.LongType()),
+        optional(3, "c", ice.IntegerType()),
+    ):
         with pytest.raises(UnsupportedColumn, match=f"'{wrong.name}' as {wrong.field_type} or .* found"):
             read(file, Schema(wrong))
-    long = Schema(optional(1, "a", LongType()))
+    long = Schema(optional(1, "a", ice.LongType()))
     with pytest.raises(UnsupportedColumn, match="found int64"):
-        read(parquet(pa.table({"a": [1]}), long), Schema(optional(1, "a", IntegerType())))
+        read(parquet(pa.table({"a": [1]}), long), Schema(optional(1, "a", ice.IntegerType())))
 
 
 @pytest.mark.parametrize(
     ("stored", "kind"),
     [
-        (pa.array(["x", None]).dictionary_encode(), StringType()),
-        (pa.array([[1, 2], None], pa.list_(pa.int32(), 2)), ListType(2, LongType(), element_required=False)),
-        (pa.array([[1], None], pa.large_list(pa.int64())), ListType(2, LongType(), element_required=True)),
-        (pa.array([[["a"], None], None]), ListType(2, ListType(3, StringType()), element_required=False)),
-        (pa.array([Decimal("1.25"), None], pa.decimal128(5, 2)), DecimalType(20, 2)),
-        (pa.array([1_999, None], pa.timestamp("ns")), TimestampType()),
-        (pa.array([b"0123456789abcdef", None], pa.binary(16)), UUIDType()),
-        (pa.ExtensionArray.from_storage(pa.uuid(), pa.array([b"0123456789abcdef", None], pa.binary(16))), UUIDType()),
+        (pa.array(["x", None]).dictionary_encode(), ice.StringType()),
+        (pa.array([[1, 2], None], pa.list_(pa.int32(), 2)), ice.ListType(2, ice.LongType(), element_required=False)),
+        (pa.array([[1], None], pa.large_list(pa.int64())), ice.ListType(2, ice.LongType(), element_required=True)),
+        (pa.array([[["a"], None], None]), ice.ListType(2, ice.ListType(3, ice.StringType()), element_required=False)),
+        (pa.array([Decimal("1.25"), None], pa.decimal128(5, 2)), ice.DecimalType(20, 2)),
+        (pa.array([1_999, None], pa.timestamp("ns")), ice.TimestampType()),
+        (pa.array([b"0123456789abcdef", None], pa.binary(16)), ice.UUIDType()),
+        (
+            pa.ExtensionArray.from_storage(pa.uuid(), pa.array([b"0123456789abcdef", None], pa.binary(16))),
+            ice.UUIDType(),
+        ),
     ],
 )
-def test_encodings_share_one_arrow_type(stored: Any, kind: IcebergType) -> None:
+def test_encodings_share_one_arrow_type(stored: Any, kind: ice.IcebergType) -> None:
     """Dictionaries, large or fixed lists and other units in the file are all read as the table's Arrow type."""
     found = read(parquet(pa.table({"v": stored})), Schema(optional(1, "v", kind)))["v"]
     assert found.type == arrow_type(kind)
@@ -137,15 +121,17 @@ def test_encodings_share_one_arrow_type(stored: Any, kind: IcebergType) -> None:
     assert len(found) == 2
 
 
-INNER_OLD = StructType(optional(11, "x", IntegerType()), optional(12, "gone", StringType()))
-INNER_NEW = StructType(optional(13, "new", StringType(), initial_default="d"), optional(11, "y", LongType()))
+INNER_OLD = ice.StructType(optional(11, "x", ice.IntegerType()), optional(12, "gone", ice.StringType()))
+INNER_NEW = ice.StructType(
+    optional(13, "new", ice.StringType(), initial_default="d"), optional(11, "y", ice.LongType())
+)
 OLD_INNER = pa.struct({"x": pa.int32(), "gone": pa.string()})
 STRUCTS = st.none() | st.fixed_dictionaries({"x": st.none() | st.integers(0, 9), "gone": st.none() | st.just("g")})
 
 
-def fresh(field_id: int, inner: StructType) -> StructType:
+def fresh(field_id: int, inner: ice.StructType) -> ice.StructType:
     """Return the struct with new ids, as every struct of a schema has."""
-    return StructType(*(one.model_copy(update={"field_id": one.field_id + field_id}) for one in inner.fields))
+    return ice.StructType(*(one.model_copy(update={"field_id": one.field_id + field_id}) for one in inner.fields))
 
 
 PAIRS = st.dictionaries(st.text(max_size=2), st.none() | st.integers(0, 9), max_size=2)
@@ -161,23 +147,17 @@ def test_nested_fields_are_found_by_id(one: list[Any], many: list[Any], named: l
     """Fields inside nested columns may be renamed, widened, dropped or added. Every null stays in its place."""
     old = Schema(
         optional(1, "one", fresh(100, INNER_OLD)),
-        optional(2, "many", ListType(20, fresh(200, INNER_OLD), element_required=False)),
-        optional(3, "named", MapType(30, StringType(), 31, IntegerType(), value_required=False)),
+        optional(2, "many", ice.ListType(20, fresh(200, INNER_OLD), element_required=False)),
+        optional(3, "named", ice.MapType(30, ice.StringType(), 31, ice.IntegerType(), value_required=False)),
     )
     new = Schema(
-        optional(3, "map", MapType(30, StringType(), 31, LongType(), value_required=False)),
-        optional(2, "list", ListType(20, fresh(200, INNER_NEW), element_required=False)),
+        optional(3, "map", ice.MapType(30, ice.StringType(), 31, ice.LongType(), value_required=False)),
+        optional(2, "list", ice.ListType(20, fresh(200, INNER_NEW), element_required=False)),
         optional(1, "struct", fresh(100, INNER_NEW)),
     )
-    rows = pa.table(
-        {
-            "one": pa.array(one, OLD_INNER),
-            "many": pa.array(many[: len(one)], pa.list_(OLD_INNER)),
-            "named": pa.array(
-                [n if n is None else list(n.items()) for n in named[: len(one)]], pa.map_(pa.string(), pa.int32())
-            ),
-        }
-    )
+    pairs = [n if n is None else list(n.items()) for n in named[: len(one)]]
+    lists, maps = pa.array(many[: len(one)], pa.list_(OLD_INNER)), pa.array(pairs, pa.map_(pa.string(), pa.int32()))
+    rows = pa.table({"one": pa.array(one, OLD_INNER), "many": lists, "named": maps})
     found = read(parquet(rows, old), new)
     assert found.schema.types == [arrow_type(field.field_type) for field in new.fields]
     assert found["struct"].to_pylist() == [projected(row) for row in one]
@@ -195,23 +175,21 @@ def projected(row: dict[str, Any] | None) -> dict[str, Any] | None:
 def test_statistics_have_table_types() -> None:
     """Bounds of widened and renamed columns are values of the table's type. An absent or nested column has no bounds."""
     new = Schema(
-        optional(1, "n", LongType()),
-        optional(2, "text", StringType()),
-        optional(3, "real", DoubleType()),
-        optional(5, "ns", TimestampNanoType()),
-        optional(6, "list", ListType(7, LongType())),
-        optional(8, "absent", LongType()),
+        optional(1, "n", ice.LongType()),
+        optional(2, "text", ice.StringType()),
+        optional(3, "real", ice.DoubleType()),
+        optional(5, "ns", ice.TimestampNanoType()),
+        optional(6, "list", ice.ListType(7, ice.LongType())),
+        optional(8, "absent", ice.LongType()),
     )
-    old = Schema(*OLD.fields[:3], optional(5, "ns", TimestampNanoType()), optional(6, "list", ListType(7, LongType())))
-    rows = pa.table(
-        {
-            "a": pa.array([3, None, 1], pa.int32()),
-            "b": ["x", "b", "c"],
-            "c": pa.array([1, float("nan"), 2], pa.float32()),
-            "ns": pa.array([1_000_000_007, 5, 5], pa.timestamp("ns")),
-            "list": [[1], [2], [3]],
-        }
+    old = Schema(
+        *OLD.fields[:3],
+        optional(5, "ns", ice.TimestampNanoType()),
+        optional(6, "list", ice.ListType(7, ice.LongType())),
     )
+    integers, reals = pa.array([3, None, 1], pa.int32()), pa.array([1, float("nan"), 2], pa.float32())
+    moments = pa.array([1_000_000_007, 5, 5], pa.timestamp("ns"))
+    rows = pa.table({"a": integers, "b": ["x", "b", "c"], "c": reals, "ns": moments, "list": [[1], [2], [3]]})
     file = parquet(rows, old)
     columns = FileColumns.of(file.schema_arrow, new, ["n", "text", "real", "ns", "list", "absent"])
     found = columns.bounds(ParquetFooter(file), 0)
@@ -229,7 +207,7 @@ def test_values_beyond_32_bit_offsets() -> None:
     assert (pa.types.is_large_list(joined.type), len(joined), len(joined.values)) == (True, 3, 3 * 2**30)
     ends = np.array([0, 2**30, 2**31 - 2**20, 2**31 + 5])
     texts = pa.LargeStringArray.from_buffers(3, pa.py_buffer(ends), pa.py_buffer(np.zeros(2**31 + 5, np.uint8)))
-    schema = Schema(optional(1, "s", StringType()))
+    schema = Schema(optional(1, "s", ice.StringType()))
     columns = FileColumns.of(pa.schema({"s": pa.large_string()}), schema, ["s"])
     found = columns.align(pa.table({"s": texts}), 3)["s"]
     assert (found.type, [len(chunk) for chunk in found.chunks]) == (pa.string(), [2, 1])

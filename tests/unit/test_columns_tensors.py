@@ -5,25 +5,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from pyiceberg import types as ice
 from pyiceberg.schema import Schema
-from pyiceberg.types import (
-    BinaryType,
-    BooleanType,
-    DateType,
-    DecimalType,
-    DoubleType,
-    FixedType,
-    IcebergType,
-    IntegerType,
-    ListType,
-    LongType,
-    NestedField,
-    StringType,
-    StructType,
-    TimestamptzType,
-    TimeType,
-    UUIDType,
-)
 
 from dlac_pipeline.lakehouse.errors import NoSuchColumn, UnsupportedColumn
 from dlac_pipeline.lakehouse.iceberg.columns import arrow_type
@@ -31,26 +14,16 @@ from dlac_pipeline.read.assemble import assemble
 from dlac_pipeline.read.memory import Buffers
 from dlac_pipeline.rows.columns import ColumnKind, check_names, kinds_of, to_column
 
-LONGS = ListType(100, LongType(), element_required=False)
-TYPES: dict[str, IcebergType] = {
-    "flag": BooleanType(),
-    "small": IntegerType(),
-    "big": LongType(),
-    "real": DoubleType(),
-    "day": DateType(),
-    "clock": TimeType(),
-    "instant": TimestamptzType(),
-    "four": FixedType(4),
-    "key": UUIDType(),
-    "text": StringType(),
-    "blob": BinaryType(),
-    "tokens": LONGS,
-    "price": DecimalType(9, 2),
-    "pair": StructType(NestedField(200, "a", LongType())),
-    "words": ListType(101, StringType(), element_required=False),
+LONGS = ice.ListType(100, ice.LongType(), element_required=False)
+TYPES: dict[str, ice.IcebergType] = {
+    **{"flag": ice.BooleanType(), "small": ice.IntegerType(), "big": ice.LongType(), "real": ice.DoubleType()},
+    **{"day": ice.DateType(), "clock": ice.TimeType(), "instant": ice.TimestamptzType(), "four": ice.FixedType(4)},
+    **{"key": ice.UUIDType(), "text": ice.StringType(), "blob": ice.BinaryType(), "tokens": LONGS},
+    **{"price": ice.DecimalType(9, 2), "pair": ice.StructType(ice.NestedField(200, "a", ice.LongType()))},
+    "words": ice.ListType(101, ice.StringType(), element_required=False),
 }
 SCHEMA = Schema(
-    *(NestedField(place, name, kind, required=False) for place, (name, kind) in enumerate(TYPES.items(), 1))
+    *(ice.NestedField(place, name, kind, required=False) for place, (name, kind) in enumerate(TYPES.items(), 1))
 )
 
 

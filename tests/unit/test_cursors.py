@@ -20,15 +20,8 @@ def votes(**changes: Any) -> list[Vote]:
     """Return the votes of two ranks after a step, with changed fields in the second vote."""
     state = ORDER.reader_state(STEP)
     nothing: Vote = {
-        "failure": None,
-        "files": [],
-        "phases": {},
-        "step": STEP,
-        "groups": [],
-        "cursors": [],
-        "advances": [],
-        "reader": 0,
-        "moved": "a",
+        **{"failure": None, "files": [], "phases": {}, "step": STEP, "groups": [], "cursors": [], "advances": []},
+        **{"reader": 0, "moved": "a"},
     }
     made = [
         {**nothing, "groups": groups, "cursors": [[list(source[group]) for source in state] for group in groups]}

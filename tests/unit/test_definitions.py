@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import dagster as dg
 import pytest
@@ -20,14 +21,8 @@ from jobs import definitions
 from tests.small_records import raw_spec
 
 ON = ("recovery_sensor", "preemption_sensor", "lost_run_sensor")
-OFF_SENSORS = (
-    "new_snapshot_sensor",
-    "registration_sensor",
-    "dlac_failure_alerts",
-    "dlac_success_alerts",
-    "dlac_check_alerts",
-    "dlac_failed_run_check_alerts",
-)
+ALERTS = ("dlac_failure_alerts", "dlac_success_alerts", "dlac_check_alerts", "dlac_failed_run_check_alerts")
+OFF_SENSORS = ("new_snapshot_sensor", "registration_sensor", *ALERTS)
 SCHEDULES = {
     "continual_training_schedule": RUNS_JOB,
     "upkeep_job_schedule": "upkeep_job",
@@ -112,10 +107,6 @@ def test_impossible_rehearsal_is_warning(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any, error: DlacError, severity: dg.AssetCheckSeverity
 ) -> None:
     """A run that cannot be rehearsed proves nothing about its checkpoints. Every other error is one of the run."""
-
-    def fail(*_: object, **__: object) -> None:
-        raise error
-
-    monkeypatch.setattr("dlac_pipeline.extensions.replay.rehearse.rehearse_run", fail)
+    monkeypatch.setattr("dlac_pipeline.extensions.replay.rehearse.rehearse_run", Mock(side_effect=error))
     result = rehearse_model(connect(LakehouseConfig().at_home(tmp_path)), "r")
     assert (result.passed, result.severity, result.asset_key) == (False, severity, model_key("r"))

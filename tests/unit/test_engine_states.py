@@ -83,14 +83,8 @@ def one(kind: type[Optimizer], **settings: Any) -> Optimizers:
 def groups(net: Net) -> list[Optimizer]:
     """Make one optimizer of two groups, one with a tensor as learning rate."""
     rest = [each for each in net.parameters() if each is not net.head.weight]
-    return [
-        torch.optim.AdamW(
-            [{"params": rest, "lr": torch.tensor(0.02)}, {"params": [net.head.weight], "weight_decay": 0.0}],
-            lr=0.01,
-            capturable=False,
-            foreach=False,
-        )
-    ]
+    both = [{"params": rest, "lr": torch.tensor(0.02)}, {"params": [net.head.weight], "weight_decay": 0.0}]
+    return [torch.optim.AdamW(both, lr=0.01, capturable=False, foreach=False)]
 
 
 def empty_group(net: Net) -> list[Optimizer]:
@@ -99,11 +93,11 @@ def empty_group(net: Net) -> list[Optimizer]:
     return [torch.optim.AdamW(found, lr=0.01)]
 
 
-def several(net: Net) -> list[Optimizer]:
-    """Make two optimizers, one without a state."""
-    head = [*net.head.parameters()]
-    rest = [each for each in net.parameters() if not any(each is other for other in head)]
-    return [torch.optim.SGD(head, lr=0.01), torch.optim.Adam(rest, lr=0.01)]
+def two_optimizers(net: Net, layer: nn.Linear, **settings: Any) -> list[Optimizer]:
+    """Make an SGD optimizer of a layer, with a state only if `settings` have momentum, and another one of all else."""
+    own = [*layer.parameters()]
+    rest = [each for each in net.parameters() if not any(each is other for other in own)]
+    return [torch.optim.SGD(own, lr=0.01, **settings), torch.optim.Adam(rest, lr=0.01)]
 
 
 class Typed(Optimizer):
@@ -135,7 +129,7 @@ OPTIMIZERS: dict[str, Optimizers] = {
     "typed": one(Typed),
     "groups": groups,
     "empty group": empty_group,
-    "several": several,
+    "several": lambda net: two_optimizers(net, net.head),
 }
 KINDS = ["unused", "used later", "frozen", "thawed", "tied", "shared", "empty", "scalar", "complex", "bf16", "buffers"]
 CASES = [
@@ -196,13 +190,17 @@ class Trained:
 @pytest.mark.parametrize(("kind", "optimizer"), CASES)
 def test_restored_state_trains_identically(tmp_path: Path, kind: str, optimizer: str, engine: str) -> None:
     """Parameters without a gradient, frozen, thawed, tied, empty and of other types, with each of torch's optimizers."""
-    first = Trained(kind, OPTIMIZERS[optimizer], seed=1)
+    first, again = (Trained(kind, OPTIMIZERS[optimizer], seed=seed) for seed in (1, 2))
     first.train([1, 2, 3])
-    first.engine(engine).save(tmp_path, Direct().write)
-    expected = first.train([4, 5, 6])
-    again = Trained(kind, OPTIMIZERS[optimizer], seed=2)
     again.net.set_trained(3)
-    again.engine(engine).load(tmp_path, saved_world_size=1)
+    check_resumed(first, again, tmp_path, engine)
+
+
+def check_resumed(first: Trained, again: Trained, folder: Path, engine: str) -> None:
+    """Check that `again` trains three steps as `first` does, from the state that `first` has now."""
+    first.engine(engine).save(folder, Direct().write)
+    expected = first.train([4, 5, 6])
+    again.engine(engine).load(folder, saved_world_size=1)
     assert again.train([4, 5, 6]) == expected
     assert again.state() == first.state()
 
@@ -221,18 +219,12 @@ def two_thawing(net: Net) -> list[Optimizer]:
 @pytest.mark.parametrize("make", [one_thawing, two_thawing])
 def test_added_group_is_restored(tmp_path: Path, make: Optimizers, engine: str) -> None:
     """A script that thaws a layer by a new group of its optimizer resumes as it is written: it begins without the group."""
-    first = Trained("unused", make, seed=1)
-    first.net.kind = ""
+    first, again = (Trained("unused", make, seed=seed) for seed in (1, 2))
+    first.net.kind = again.net.kind = ""
     first.train([1])
     first.optimizers[0].add_param_group({"params": [*first.net.late.parameters()], "lr": 0.05})
     first.train([2, 3])
-    first.engine(engine).save(tmp_path, Direct().write)
-    expected = first.train([4, 5, 6])
-    again = Trained("unused", make, seed=2)
-    again.net.kind = ""
-    again.engine(engine).load(tmp_path, saved_world_size=1)
-    assert again.train([4, 5, 6]) == expected
-    assert again.state() == first.state()
+    check_resumed(first, again, tmp_path, engine)
 
 
 @pytest.mark.parametrize("engine", ["torch", "dcp"])
@@ -307,22 +299,16 @@ def test_group_of_missing_optimizer_is_refused(tmp_path: Path) -> None:
         again.engine("dcp").load(tmp_path, saved_world_size=1)
 
 
-def momentum_and_adam(net: Net) -> list[Optimizer]:
-    """Make two optimizers whose states have different keys."""
-    first = [*net.first.parameters()]
-    rest = [each for each in net.parameters() if not any(each is other for other in first)]
-    return [torch.optim.SGD(first, lr=0.01, momentum=0.9), torch.optim.Adam(rest, lr=0.01)]
-
-
 def test_adopted_optimizers_keep_their_states(tmp_path: Path) -> None:
     """Those of another program's optimizers differ in their keys, and all of them are loaded."""
-    first = Trained("", momentum_and_adam, seed=1)
+    make: Optimizers = lambda net: two_optimizers(net, net.first, momentum=0.9)  # noqa: E731 - one expression
+    first = Trained("", make, seed=1)
     first.train([1, 2, 3])
     weights, states = get_state_dict(first.net, first.optimizers)
     save({"model": weights, "optimizer": states}, checkpoint_id=tmp_path / "foreign", no_dist=True)
     (adopted := tmp_path / "adopted").mkdir()
     foreign_checkpoint(tmp_path / "foreign").copy(adopted, Direct().write)
-    again = Trained("", momentum_and_adam, seed=2)
+    again = Trained("", make, seed=2)
     DistributedState(model=again.net, optimizer=again.optimizers).load(adopted, saved_world_size=1)
     again.schedules = first.schedules = []
     assert again.state() == first.state()

@@ -60,17 +60,10 @@ def test_harmless_names_stay(name: str) -> None:
 def test_named_secrets_are_masked(name: str, secret: str, tail: str) -> None:
     """Secrets in queries, quotes, JSON, variables and options are masked."""
     forms = [
-        f"https://h/x?a=1&{name}={secret}{tail}",
-        f"s3://b/x?{name}={secret}{tail}",
-        f"?{name}={secret}{tail}",
-        f"found '{name}': '{secret}'{tail}",
-        f"{name}={secret} {tail}",
-        f"{name} = '{secret}' {tail}",
-        json.dumps({name: secret}),
-        json.dumps(json.dumps({name: secret})),
-        repr({name: secret}),
-        f"--{name} {secret} {tail}",
-        f"--{name}={secret} {tail}",
+        *(f"https://h/x?a=1&{name}={secret}{tail}", f"s3://b/x?{name}={secret}{tail}", f"?{name}={secret}{tail}"),
+        *(f"found '{name}': '{secret}'{tail}", f"{name}={secret} {tail}", f"{name} = '{secret}' {tail}"),
+        *(json.dumps({name: secret}), json.dumps(json.dumps({name: secret})), repr({name: secret})),
+        *(f"--{name} {secret} {tail}", f"--{name}={secret} {tail}"),
     ]
     for form in forms:
         shown = mask_secrets(form)
@@ -91,14 +84,10 @@ def test_passwords_of_addresses_are_masked(secret: str, user: str, scheme: str) 
 @pytest.mark.parametrize(
     "text",
     [
-        f"https://me:a@{SECRET}@h/x",
-        f"AWS_SECRET_ACCESS_KEY={SECRET}/{SECRET}",
-        f"postgres://u:pa {SECRET}@h/d",
-        f"?api%255Fkey={SECRET}",
-        f"AccountName=x;AccountKey={SECRET}==;EndpointSuffix=core",
-        f'{{"password": "a\\"{SECRET}"}}',
-        f"me:{SECRET}@10.0.0.1/x",
-        "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiJ" + SECRET + ".sig",
+        *(f"https://me:a@{SECRET}@h/x", f"AWS_SECRET_ACCESS_KEY={SECRET}/{SECRET}"),
+        *(f"postgres://u:pa {SECRET}@h/d", f"?api%255Fkey={SECRET}"),
+        *(f"AccountName=x;AccountKey={SECRET}==;EndpointSuffix=core", f'{{"password": "a\\"{SECRET}"}}'),
+        *(f"me:{SECRET}@10.0.0.1/x", "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiJ" + SECRET + ".sig"),
         f"-----BEGIN RSA PRIVATE KEY-----\n{SECRET}\n-----END RSA PRIVATE KEY-----",
     ],
 )

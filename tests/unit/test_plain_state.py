@@ -38,12 +38,7 @@ def save_and_load(state: Any, folder: Path) -> Any:
     return load_tensors(folder / "state.pt")
 
 
-NUMBERS: list[Any] = [
-    np.float64(0.1),
-    np.float64("nan"),
-    np.bool_(True),
-    np.bytes_(b"\xff"),
-]
+NUMBERS: list[Any] = [np.float64(0.1), np.float64("nan"), np.bool_(True), np.bytes_(b"\xff")]
 
 
 @pytest.mark.parametrize("number", NUMBERS, ids=lambda number: type(number).__name__)

@@ -18,18 +18,9 @@ def test_public_surface_is_pinned() -> None:
     assert dlac_pipeline.__all__ == names
     assert all(getattr(dlac_pipeline, name).__name__ == name for name in dlac_pipeline.__all__)
     of_extensions = (
-        *(
-            "DistributedState",
-            "DlacDataset",
-            "Shadow",
-            "TorchFTState",
-            "as_batch",
-            "audit_since",
-            "checkpoint_of_file",
-            "explain_sql",
-        ),
-        *("keep_checkpoint", "merge_states", "open_dataset", "record_exports", "remove_orphans", "retire_checkpoints"),
-        *("rewind_run", "unname_checkpoint"),
+        *("DistributedState", "DlacDataset", "Shadow", "TorchFTState", "as_batch", "audit_since", "checkpoint_of_file"),
+        *("explain_sql", "keep_checkpoint", "merge_states", "open_dataset", "record_exports", "remove_orphans"),
+        *("retire_checkpoints", "rewind_run", "unname_checkpoint"),
     )
     assert all(getattr(dlac_pipeline, name).__name__ == name for name in of_extensions)
     assert not any(hasattr(dlac_pipeline, name) for name in ("no_such_name", "NoSuchName"))
@@ -37,12 +28,8 @@ def test_public_surface_is_pinned() -> None:
 
 def test_tree_of_errors_is_complete() -> None:
     """The page of errors names every class of dlac_pipeline.lakehouse.errors once, below its parent."""
-    drawing = (
-        (Path(__file__).parents[2] / "docs" / "errors.md")
-        .read_text()
-        .partition("```text\nDlacError\n")[2]
-        .partition("```")[0]
-    )
+    text = (Path(__file__).parents[2] / "docs" / "errors.md").read_text()
+    drawing = text.partition("```text\nDlacError\n")[2].partition("```")[0]
     parents: list[str] = ["DlacError"]
     drawn = {"DlacError": "Exception"}
     for line in drawing.splitlines():

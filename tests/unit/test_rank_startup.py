@@ -3,6 +3,7 @@
 import json
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 
@@ -22,11 +23,7 @@ def test_unrecorded_recovery_does_not_end_run(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The catalog is unavailable right after the claim: rank 0 trains with its peers, and logs a warning."""
-
-    def fail(*_: object, **__: object) -> None:
-        raise CatalogUnreachable("no answer")
-
-    monkeypatch.setattr(own_reports, "Ledger", fail)
+    monkeypatch.setattr(own_reports, "Ledger", Mock(side_effect=CatalogUnreachable("no answer")))
     monkeypatch.setenv("LOCAL_RANK", "0")
     nothing = cast(Any, None)
     recoveries = OwnRecoveries(nothing, nothing, nothing)

@@ -43,10 +43,7 @@ def fail(folder: Path, statement: str) -> BaseException:
         ("raise __import__('urllib.error').error.HTTPError('u', 503, 'm', {}, None)", "passing"),
         ("answer = requests.Response(); answer.status_code = 502; answer.raise_for_status()", "passing"),
         ("raise RuntimeError('[gloo/transport/tcp/pair.cc:534] Connection closed by peer [::1]:9')", "peer"),
-        (
-            "from dlac_pipeline.plan.cut import choose_permutation; choose_permutation('three', 1, shuffle=True)",
-            "dlac",
-        ),
+        ("from dlac_pipeline.plan.cut import choose_permutation; choose_permutation('three', 1, shuffle=True)", "dlac"),
         ("from dlac_pipeline.lakehouse.errors import Fenced; raise Fenced('no')", ""),
     ],
 )

@@ -46,13 +46,11 @@ class Unusual(nn.Module):
 
 def state_bytes(model: nn.Module) -> dict[str, tuple[Any, bytes]]:
     """Return type, shape and content of each tensor."""
-    return {
-        name: (
-            (tensor.dtype, tensor.shape),
-            tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8).numpy().tobytes(),
-        )
-        for name, tensor in model.state_dict().items()
-    }
+    found = {}
+    for name, tensor in model.state_dict().items():
+        plain = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+        found[name] = ((tensor.dtype, tensor.shape), plain.view(torch.uint8).numpy().tobytes())
+    return found
 
 
 @pytest.mark.parametrize("plan", ["new", "of the last save"])

@@ -1,26 +1,17 @@
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dlac_pipeline.lakehouse.errors import CursorMismatch
 from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.track.tracker import ReaderStateTracker
+from tests.small_records import small_batch
 
 
 def batch(step: int) -> Batch:
     """Return a batch without samples for this step."""
-    return Batch(
-        step=step,
-        tensors={},
-        valid=torch.zeros(0, dtype=torch.bool),
-        source=torch.zeros(0, dtype=torch.int64),
-        rows=0,
-        tokens=0,
-        readers=1,
-        cursors=np.array([[[0, 0, step, 0]]], dtype=np.int64),
-    )
+    return small_batch(step=step, cursors=np.array([[[0, 0, step, 0]]], dtype=np.int64))
 
 
 @given(st.integers(0, 50), st.lists(st.booleans(), max_size=30))

@@ -1,6 +1,7 @@
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pyarrow as pa
@@ -110,12 +111,8 @@ def test_rejected_row_fails_with_position() -> None:
 
 def test_memory_error_rejects_no_row() -> None:
     """MemoryError proves nothing about rows, and is passed on."""
-
-    def hungry(batch: pa.RecordBatch) -> pa.RecordBatch:
-        raise MemoryError
-
     with pytest.raises(MemoryError):
-        run(hungry, numbers([1, 2]), reject="quarantine")
+        run(Mock(side_effect=MemoryError), numbers([1, 2]), reject="quarantine")
 
 
 def raises_for_two(batch: pa.RecordBatch) -> pa.RecordBatch:
@@ -207,14 +204,9 @@ def test_transform_makes_documents() -> None:
         tokens = [[7] * (x - i) for x in batch["x"].to_pylist() for i in range(2)]
         return pa.record_batch({"t": pa.array(tokens, pa.large_list(pa.uint16())), ROW: pa.array(rows, pa.int64())})
 
-    documents = documents_of(
-        numbers([1, 2]),
-        np.array([4, 9]),
-        column="t",
-        transform=transform(lists),
-        encoding=Encoding(begin_id=1, end_id=2),
-        check=True,
-    )
+    made, encoding = transform(lists), Encoding(begin_id=1, end_id=2)
+    positions = np.array([4, 9])
+    documents = documents_of(numbers([1, 2]), positions, column="t", transform=made, encoding=encoding, check=True)
     assert documents.values.tolist() == [1, 7, 2, 1, 7, 7, 2, 1, 7, 2]
     assert documents.values.dtype == np.int32
     assert documents.ends.tolist() == [3, 7, 10]
@@ -222,14 +214,7 @@ def test_transform_makes_documents() -> None:
     assert documents.rows.ends.tolist() == [3, 10]
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pa.list_(pa.int8()),
-        pa.large_list(pa.int64()),
-        pa.list_(pa.int32(), 2),
-    ],
-)
+@pytest.mark.parametrize("kind", [pa.list_(pa.int8()), pa.large_list(pa.int64()), pa.list_(pa.int32(), 2)])
 @pytest.mark.parametrize("chunked", [True, False])
 def test_lists_of_any_integers_are_tokens(kind: pa.DataType, chunked: bool) -> None:
     """Chunks, offsets and widths do not matter. An empty list is filtered and gets no frame."""

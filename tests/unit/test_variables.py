@@ -67,11 +67,7 @@ def test_options_outweigh_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [
-        (["--tee", "3"], "--tee"),
-        (["--rdzv-id", "x"], "--rdzv-id = 'r'"),
-        (["--nproc-per-node", "many"], "many"),
-    ],
+    [(["--tee", "3"], "--tee"), (["--rdzv-id", "x"], "--rdzv-id = 'r'"), (["--nproc-per-node", "many"], "many")],
 )
 def test_meaningless_options_are_refused(options: list[str], message: str) -> None:
     """The error names the option."""

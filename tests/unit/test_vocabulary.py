@@ -12,7 +12,7 @@ _DIALECT = re.compile(
 )
 _FOLDERS = ("dlac_pipeline", "catalog", "assets", "jobs", "docs")
 _ALLOWED = {
-    "dlac_pipeline/lakehouse/iceberg/safe_commit.py": {"behind"},  # a guard is before a catalog
+    "dlac_pipeline/lakehouse/iceberg/safe_commit.py": {"behind"}  # a guard is before a catalog
 }
 
 

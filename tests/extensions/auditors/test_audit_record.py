@@ -70,8 +70,7 @@ FORGED: dict[str, Callable[[Callable[[Columns], bool]], Change]] = {
 
 
 @pytest.mark.parametrize(
-    "forged",
-    [name if name == "not_applied" else pytest.param(name, marks=pytest.mark.slow) for name in FORGED],
+    "forged", [name if name == "not_applied" else pytest.param(name, marks=pytest.mark.slow) for name in FORGED]
 )
 def test_forgery_after_record_is_found(workshop: Workshop, forged: str, tmp_path: Path) -> None:
     """After any forgery since the record the audit equals one of the whole ledger, and nothing is recorded."""

@@ -60,26 +60,15 @@ def files_in(home: Path) -> dict[str, bytes]:
 
 
 READS = [
-    "FROM read_csv('HOME/secret.csv')",
-    "FROM read_text('HOME/catalog.db')",
-    "FROM read_text('/proc/self/environ')",
-    "FROM glob('/etc/*')",
-    "FROM read_text('file://HOME/warehouse/../secret.csv')",
-    "FROM read_csv('https://127.0.0.1:1/x.csv')",
-    "SELECT getenv('HOME')",
-    "FROM lakehouse",
-    "ATTACH 'HOME/catalog.db' (TYPE sqlite)",
-    "FROM sqlite_scan('HOME/catalog.db', 'iceberg_tables')",
-    "INSTALL httpfs",
-    "SET enable_external_access = true",
-    "RESET allowed_directories",
-    "SET lock_configuration = false; FROM read_text('/etc/passwd')",
-    "PRAGMA enable_profiling = 'json'",
-    "CREATE VIEW t AS FROM read_text('/etc/passwd'); FROM t",
-    "CREATE SECRET s (TYPE s3)",
-    "PRAGMA import_database('HOME')",
-    "EXPLAIN ANALYZE LOAD httpfs",
-    "SUMMARIZE FROM read_text('/etc/passwd')",
+    *("FROM read_csv('HOME/secret.csv')", "FROM read_text('HOME/catalog.db')"),
+    *("FROM read_text('/proc/self/environ')", "FROM glob('/etc/*')"),
+    *("FROM read_text('file://HOME/warehouse/../secret.csv')", "FROM read_csv('https://127.0.0.1:1/x.csv')"),
+    *("SELECT getenv('HOME')", "FROM lakehouse", "ATTACH 'HOME/catalog.db' (TYPE sqlite)"),
+    *("FROM sqlite_scan('HOME/catalog.db', 'iceberg_tables')", "INSTALL httpfs"),
+    *("SET enable_external_access = true", "RESET allowed_directories"),
+    *("SET lock_configuration = false; FROM read_text('/etc/passwd')", "PRAGMA enable_profiling = 'json'"),
+    *("CREATE VIEW t AS FROM read_text('/etc/passwd'); FROM t", "CREATE SECRET s (TYPE s3)"),
+    *("PRAGMA import_database('HOME')", "EXPLAIN ANALYZE LOAD httpfs", "SUMMARIZE FROM read_text('/etc/passwd')"),
 ]
 WRITES = [
     "COPY (SELECT 1) TO 'TARGET'",
@@ -94,27 +83,16 @@ WRITES = [
     "ATTACH 'TARGET'",
     "CALL enable_logging(storage = 'file', storage_path = 'TARGET')",
 ]
-COMMANDED = [
-    "FROM read_text('/etc/passwd')",
-    "SELECT getenv('HOME')",
-    "FROM lakehouse",
-    "ATTACH 'TARGET'",
-]
+COMMANDED = ["FROM read_text('/etc/passwd')", "SELECT getenv('HOME')", "FROM lakehouse", "ATTACH 'TARGET'"]
 """One query of each way to be refused, for the command itself."""
 QUESTIONS = [
-    "FROM checkpoints",
-    "SELECT source_table FROM plans",
-    "SUMMARIZE plans",
-    "SHOW TABLES",
-    "EXPLAIN FROM plans",
-    "PIVOT plans ON source_table USING count(*)",
-    "CREATE TEMP TABLE t AS FROM plans; FROM t",
+    *("FROM checkpoints", "SELECT source_table FROM plans", "SUMMARIZE plans", "SHOW TABLES", "EXPLAIN FROM plans"),
+    *("PIVOT plans ON source_table USING count(*)", "CREATE TEMP TABLE t AS FROM plans; FROM t"),
     'WITH x AS (SELECT 1 AS "copy") SELECT "copy", \'COPY\', query FROM x, (SELECT 1 AS query) -- COPY',
     "SELECT consumed('/x', 1, 'c')",
     "SELECT t.load, t.copy FROM (SELECT 1 AS load, 2 AS copy) t WHERE load = 1 ORDER BY load",
     "SELECT 1 AS copy, count(*) AS export, 3 AS import, 4 AS secret",
-    "CREATE TEMP TABLE load (load INT, copy INT); FROM load",
-    "PRAGMA table_info('plans')",
+    *("CREATE TEMP TABLE load (load INT, copy INT); FROM load", "PRAGMA table_info('plans')"),
     "EXPLAIN ANALYZE SELECT 1 AS load",
 ]
 HIDDEN = [

@@ -16,19 +16,7 @@ from dlac_pipeline.extensions.branches.rewind import rewind_run
 from dlac_pipeline.extensions.kept_checkpoints.listing import list_checkpoints
 from dlac_pipeline.extensions.look.run_state import run_status
 from dlac_pipeline.extensions.upkeep.pins import list_pins
-from dlac_pipeline.lakehouse.errors import (
-    AppendHistoryLost,
-    CheckpointDamaged,
-    EmptyPlan,
-    Fenced,
-    NoRestorableCheckpoint,
-    NoSuchCheckpoint,
-    NoSuchColumn,
-    NoSuchRun,
-    ResumeMismatch,
-    RunFinished,
-    SpecInvalid,
-)
+from dlac_pipeline.lakehouse import errors
 from dlac_pipeline.lakehouse.ledger.branches import exclusions_in_force
 from dlac_pipeline.lakehouse.ledger.commits import Attempt, commit_checkpoint
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
@@ -55,9 +43,8 @@ def recorded(arena: Arena, run: str, head: str | None = None) -> list[int]:
 def test_branch_without_rows_ends(arena: Arena) -> None:
     """A rewind that excludes all later rows ends the run with a new leg and the target's state."""
     arena.table(appends=(200,))
-    spec = arena.spec("r", world_size=1, passes=1, every_steps=2)
-    arena.train(spec)
-    with pytest.raises(EmptyPlan, match=r"'row_id >= 0'\] leaves none"):
+    spec = arena.trained("r", world_size=1, passes=1, every_steps=2)
+    with pytest.raises(errors.EmptyPlan, match=r"'row_id >= 0'\] leaves none"):
         rewind_run(arena.lakehouse, "r", nonce="op0", step=4, exclude=["row_id >= 0"])
     seen = rows_until(arena.recorded("r"), 4)
     rewind_run(arena.lakehouse, "r", nonce="op1", step=4, exclude=[f"row_id not in ({str(seen)[1:-1]})"])
@@ -100,11 +87,11 @@ def test_branch_with_exclusions_is_exact(arena: Arena) -> None:
     assert (now.exact, now.problems, now.finished, now.rows_consumed) == (True, (), True, len(rows_until(new, 99)))
     assert (then.exact, then.problems, then.finished, then.rows_consumed) == (True, (), True, 2000)
     assert now.checkpoints_abandoned == len(before) - 3
-    with pytest.raises(SpecInvalid, match=r"at step 40, found.*name one of these"):
+    with pytest.raises(errors.SpecInvalid, match=r"at step 40, found.*name one of these"):
         audit_run(arena.lakehouse, "r", "40")
-    with pytest.raises(NoSuchCheckpoint, match="found '7'"):
+    with pytest.raises(errors.NoSuchCheckpoint, match="found '7'"):
         audit_run(arena.lakehouse, "r", "7")
-    with pytest.raises(RunFinished):
+    with pytest.raises(errors.RunFinished):
         arena.train(spec)
     with open_audit(arena.lakehouse) as connection:
         branches = rows_of(connection, "SELECT * EXCLUDE (run) FROM branches WHERE run = 'r' ORDER BY branch")
@@ -118,8 +105,7 @@ def test_branch_with_exclusions_is_exact(arena: Arena) -> None:
 def test_useless_rewind_is_refused(arena: Arena) -> None:
     """A head as it is, a retired step, an expression that is none or does not fit, a damaged target: nothing is appended."""
     arena.table()
-    spec = arena.spec("r", world_size=1, passes=1, keep_last=3)
-    arena.train(spec, until=45)
+    arena.trained("r", world_size=1, passes=1, keep_last=3, until=45)
     before = arena.rows("r")
 
     def refused(error: type[Exception], said: str, **wish: object) -> None:
@@ -127,37 +113,31 @@ def test_useless_rewind_is_refused(arena: Arena) -> None:
             rewind_run(arena.lakehouse, "r", nonce="op", **wish)  # type: ignore[arg-type]  # of any of its arguments
         assert arena.rows("r") == before
 
-    refused(SpecInvalid, "nothing to rewind", step=40)
-    refused(NoSuchCheckpoint, r"at step 10 that is kept, found those of steps \[20, 30, 40\]", step=10)
-    refused(
-        SpecInvalid,
-        r"makes no sense .*columns of 'src.t' are \['row_id', 'x', 'even', 'name'\]",
-        step=20,
-        exclude=["row_id !"],
-    )
-    refused(SpecInvalid, "expected rows to exclude", step=20, exclude=[" "])
-    refused(NoSuchColumn, r"one of the columns \['row_id', 'x', 'even', 'name'\]", step=20, exclude=["day > 3"])
-    refused(
-        SpecInvalid, r"one of the sources \['src.t'\], found 'src.u'", step=20, exclude=["even = true"], source="src.u"
-    )
+    refused(errors.SpecInvalid, "nothing to rewind", step=40)
+    refused(errors.NoSuchCheckpoint, r"at step 10 that is kept, found those of steps \[20, 30, 40\]", step=10)
+    columns = r"makes no sense .*columns of 'src.t' are \['row_id', 'x', 'even', 'name'\]"
+    refused(errors.SpecInvalid, columns, step=20, exclude=["row_id !"])
+    refused(errors.SpecInvalid, "expected rows to exclude", step=20, exclude=[" "])
+    refused(errors.NoSuchColumn, r"one of the columns \['row_id', 'x', 'even', 'name'\]", step=20, exclude=["day > 3"])
+    sources = r"one of the sources \['src.t'\], found 'src.u'"
+    refused(errors.SpecInvalid, sources, step=20, exclude=["even = true"], source="src.u")
     target = next(row for row in arena.rows("r", CheckpointRow) if row.step == 20)
     file = folder_of(target.manifest_uri) / "torch-state.pt"
     content = file.read_bytes()
     file.write_bytes(content[:-1])
-    refused(CheckpointDamaged, "expected .* bytes in", step=20)
+    refused(errors.CheckpointDamaged, "expected .* bytes in", step=20)
     file.write_bytes(content)
-    with pytest.raises(NoSuchRun, match="expected a run named 'nobody'"):
+    with pytest.raises(errors.NoSuchRun, match="expected a run named 'nobody'"):
         rewind_run(arena.lakehouse, "nobody", nonce="op", step=20)
     rewind_run(arena.lakehouse, "r", nonce="op1", step=40, exclude=["even = true"])  # the head, but with less to read
     before = arena.rows("r")
-    refused(SpecInvalid, "nothing to rewind", step=40, exclude=["even = true"])
+    refused(errors.SpecInvalid, "nothing to rewind", step=40, exclude=["even = true"])
 
 
 def test_rewind_is_one_fencing_append(arena: Arena) -> None:
     """Repeated it changes nothing; the attempt before it is refused; it is neither fruitless nor failed; pins stay needed."""
     arena.table()
-    spec = arena.spec("r", world_size=1, passes=1)
-    arena.train(spec, until=35)
+    spec = arena.trained("r", world_size=1, passes=1, until=35)
     old = Ledger(arena.lakehouse).state("r").fence
     done = [rewind_run(arena.lakehouse, "r", nonce="op", step=20) for _ in range(2)]
     assert done[0] == done[1]
@@ -165,14 +145,9 @@ def test_rewind_is_one_fencing_append(arena: Arena) -> None:
     appended = [row for row in rows if row.seq > old.seq]
     assert [(row.kind, row.attempt, row.nonce) for row in appended] == [("claim", 2, "op"), ("rewind", 2, "op")]
     assert {row.head_after for row in appended} == {done[0].checkpoint_id}
-    with pytest.raises(Fenced, match="owned by attempt 2"):
-        commit_checkpoint(
-            Ledger(arena.lakehouse),
-            Attempt(run="r", number=1, nonce=old.nonce),
-            checkpoint_id="late",
-            parent=old.head,
-            rows=[CheckpointRow(checkpoint_id="late", parent=old.head)],
-        )
+    attempt, late = Attempt(run="r", number=1, nonce=old.nonce), CheckpointRow(checkpoint_id="late", parent=old.head)
+    with pytest.raises(errors.Fenced, match="owned by attempt 2"):
+        commit_checkpoint(Ledger(arena.lakehouse), attempt, checkpoint_id="late", parent=old.head, rows=[late])
     assert attempts_without_progress(rows) == 0
     assert launcher_of(rows, 2) == ""
     told = failure_of_attempt(rows, 2, noticed_by="test", noticed_at=0.0, launched_at=0.0, stopped_at=0.0)
@@ -216,7 +191,7 @@ def test_spec_beyond_rewind_is_refused(arena: Arena) -> None:
     arena.train(arena.spec("r", world_size=1, passes=1), until=25)
     rewind_run(arena.lakehouse, "r", nonce="op", step=10, exclude=["even = true"])
     with pytest.raises(
-        ResumeMismatch, match=r"exclude: committed .'even = true',., asked for .'row_id = 3', 'even = true'."
+        errors.ResumeMismatch, match=r"exclude: committed .'even = true',., asked for .'row_id = 3', 'even = true'."
     ):
         arena.train(arena.spec("r", world_size=1, passes=1, exclude=["row_id = 3"]))
     seen = arena.train(arena.spec("r", world_size=1, passes=1, exclude=["row_id = 3"], new_leg=True))
@@ -235,8 +210,8 @@ def test_mixture_excludes_named_source_rows(arena: Arena) -> None:
     spec = JobSpec.model_validate({**raw, "mixture": [more]})
     arena.train(spec, until=8)
     for error, said, wish in (
-        (SpecInvalid, r"--source one of \['src.t', 'src.u'\]", {}),
-        (EmptyPlan, "read again and again", {"source": "src.u"}),
+        (errors.SpecInvalid, r"--source one of \['src.t', 'src.u'\]", {}),
+        (errors.EmptyPlan, "read again and again", {"source": "src.u"}),
     ):
         with pytest.raises(error, match=said):
             rewind_run(arena.lakehouse, "r", nonce="op", step=3, exclude=["row_id >= 0"], **wish)  # type: ignore[arg-type]  # a name
@@ -261,8 +236,7 @@ def test_mixture_excludes_named_source_rows(arena: Arena) -> None:
 def test_abandoned_checkpoints_stay_until_retired(arena: Arena, here: Command) -> None:
     """The target ages with its new branch. The abandoned branch stays and is listed until `dlac checkpoint retire` removes it."""
     arena.table()
-    spec = arena.spec("r", world_size=1, passes=1, keep_last=2)
-    arena.train(spec, until=55)
+    spec = arena.trained("r", world_size=1, passes=1, keep_last=2, until=55)
     left = arena.head("r")
     said = here("rewind", "r", "--to-step", "40", "--spec", str(arena.home / "r.yaml"), home=arena.home)
     assert said.returncode == 0, said.stderr
@@ -275,7 +249,7 @@ def test_abandoned_checkpoints_stay_until_retired(arena: Arena, here: Command) -
     assert states[3:] == [(40, "retired"), (50, "left"), (50, "retired"), (60, "kept"), (63, "head")]
     row = next(row for row in arena.rows("r", CheckpointRow) if row.checkpoint_id == left)
     assert folder_of(row.manifest_uri).is_dir()
-    with pytest.raises(SpecInvalid, match="on an abandoned branch and without a name, found '60'"):
+    with pytest.raises(errors.SpecInvalid, match="on an abandoned branch and without a name, found '60'"):
         retire_left(Ledger(arena.lakehouse), "r", "60")
     said = here("checkpoint", "retire", "r", "--spec", str(arena.home / "r.yaml"), home=arena.home)
     assert f"retired {left} (step 50)" in said.stdout
@@ -284,7 +258,7 @@ def test_abandoned_checkpoints_stay_until_retired(arena: Arena, here: Command) -
     shown = here("audit", "r", "--checkpoint", left or "", "--json", home=arena.home)
     assert (shown.returncode, json.loads(shown.stdout)["exact"]) == (0, True)
     assert audit_run(arena.lakehouse, "r").exact
-    with pytest.raises(NoSuchCheckpoint, match="that is kept"):
+    with pytest.raises(errors.NoSuchCheckpoint, match="that is kept"):
         rewind_run(arena.lakehouse, "r", nonce="op", checkpoint_id=left)
     assert [row.kind for row in arena.rows("r", *HEAD_KINDS) if isinstance(row, RewindRow)] == ["rewind"]
 
@@ -293,8 +267,7 @@ def test_abandoned_checkpoints_stay_until_retired(arena: Arena, here: Command) -
 def test_damaged_lineage_names_other_branches(arena: Arena) -> None:
     """The error for a damaged lineage names the heads of other branches, at each start. A rewind to one resumes after it."""
     arena.table()
-    spec = arena.spec("r", world_size=1, passes=1)
-    arena.train(spec, until=35)
+    spec = arena.trained("r", world_size=1, passes=1, until=35)
     left = str(arena.head("r"))
     rewind_run(arena.lakehouse, "r", nonce="op1", step=10, exclude=["row_id >= 1900"])
     arena.train(spec, until=25)
@@ -302,7 +275,9 @@ def test_damaged_lineage_names_other_branches(arena: Arena) -> None:
         path = folder_of(row.manifest_uri) / "torch-state.pt"
         path.write_bytes(path.read_bytes()[:-1])
     for _ in range(2):
-        with pytest.raises(NoRestorableCheckpoint, match=rf"{left} \(step 30\).*`dlac rewind r --checkpoint ID`"):
+        with pytest.raises(
+            errors.NoRestorableCheckpoint, match=rf"{left} \(step 30\).*`dlac rewind r --checkpoint ID`"
+        ):
             arena.train(spec)
     rewind_run(arena.lakehouse, "r", nonce="op2", checkpoint_id=left)
     assert exclusions_in_force(arena.rows("r")) == ()
@@ -323,7 +298,7 @@ def test_rewind_to_step_zero(arena: Arena) -> None:
     assert rewind_run(arena.lakehouse, "r", nonce="op1", step=0) == done
     assert run_status(arena.lakehouse, "r")["step"] == 0
     assert audit_run(arena.lakehouse, "r").exact
-    with pytest.raises(SpecInvalid, match="its beginning"):
+    with pytest.raises(errors.SpecInvalid, match="its beginning"):
         rewind_run(arena.lakehouse, "r", nonce="op2", step=0)
     arena.train(spec, until=15)  # twice: the second attempt resumes the branch
     new = arena.train(spec)
@@ -341,18 +316,17 @@ def test_rewind_to_step_zero(arena: Arena) -> None:
 def test_damaged_run_begins_again(arena: Arena, here: Command) -> None:
     """Its only checkpoint is damaged: training is refused with the command that begins it again, which then does so, once."""
     arena.table(appends=(200,))
-    spec = arena.spec("r", world_size=1, passes=1, every_steps=2)
-    arena.train(spec, until=4)
+    spec = arena.trained("r", world_size=1, passes=1, every_steps=2, until=4)
     (row,) = arena.lineage("r")
     (folder_of(row.manifest_uri) / "manifest.json").unlink()
     for _ in range(2):
         with pytest.raises(
-            NoRestorableCheckpoint, match=r"begin it again with `dlac rewind r --to-step 0`, or start a run"
+            errors.NoRestorableCheckpoint, match=r"begin it again with `dlac rewind r --to-step 0`, or start a run"
         ):
             arena.train(spec)
     shown = here("rewind", "r", "--to-step", "0", home=arena.home)
     assert "r begins again (step 0). It had no checkpoint that can be restored" in shown.stdout, shown.stderr
-    with pytest.raises(SpecInvalid, match="its beginning"):
+    with pytest.raises(errors.SpecInvalid, match="its beginning"):
         rewind_run(arena.lakehouse, "r", nonce="op2", step=0)
     assert min(arena.train(spec)) == 1
     assert recorded(arena, "r") == list(range(200))
@@ -362,18 +336,17 @@ def test_damaged_run_begins_again(arena: Arena, here: Command) -> None:
 def test_rewind_to_step_zero_refused(arena: Arena) -> None:
     """Where no row is left, or nothing is committed. An older launch is fenced off, and retention spares the old branch."""
     arena.table(appends=(200,))
-    spec = arena.spec("r", world_size=1, passes=1, every_steps=2, keep_last=1)
-    arena.train(spec, until=1)
-    with pytest.raises(SpecInvalid, match="at its beginning"):
+    spec = arena.trained("r", world_size=1, passes=1, every_steps=2, keep_last=1, until=1)
+    with pytest.raises(errors.SpecInvalid, match="at its beginning"):
         rewind_run(arena.lakehouse, "r", nonce="op0", step=0)
     arena.train(spec, until=6)
     left = arena.head("r") or ""
-    with pytest.raises(EmptyPlan, match="leaves none: exclude fewer rows"):
+    with pytest.raises(errors.EmptyPlan, match="leaves none: exclude fewer rows"):
         rewind_run(arena.lakehouse, "r", nonce="op1", step=0, exclude=["row_id >= 0"])
     attempt = arena.rows("r", ClaimRow)[-1]
     rewind_run(arena.lakehouse, "r", nonce="op2", step=0, exclude=["row_id < 20"])
     stale = Attempt(run="r", number=attempt.attempt, nonce=attempt.nonce)
-    with pytest.raises(Fenced):
+    with pytest.raises(errors.Fenced):
         commit_checkpoint(Ledger(arena.lakehouse), stale, checkpoint_id="x", parent=left, rows=[])
     arena.train(spec)
     assert folder_of({row.checkpoint_id: row for row in arena.rows("r", CheckpointRow)}[left].manifest_uri).exists()
@@ -421,10 +394,10 @@ def test_rewind_past_unknown_rows_is_refused(arena: Arena) -> None:
     append(arena, 128, 64)
     rewrite(arena, but_first=10)
     before = arena.rows("r")
-    with pytest.raises(AppendHistoryLost):
+    with pytest.raises(errors.AppendHistoryLost):
         rewind_run(arena.lakehouse, "r", nonce="op", step=2, spec=spec)
     assert arena.rows("r") == before
-    with pytest.raises(AppendHistoryLost):
+    with pytest.raises(errors.AppendHistoryLost):
         arena.train(spec)
     assert arena.rows("r") == before
     lenient = spec.model_copy(update={"source": spec.source.model_copy(update={"on_overwrite": "read"})})

@@ -35,8 +35,7 @@ def test_kill_after_rewind(campaign: Arena, moment: str) -> None:
     assert campaign.head(run) == done.checkpoint_id
 
     sabotaged = {"SABOTAGE": f"kill-{moment}-commit@20", "SABOTAGED_ATTEMPT": "4"}
-    late = campaign.launch(campaign.spec(run, "train_sabotaged.py", env=sabotaged, passes=1), takeover=True)
-    assert late.wait() == 0, late.stderr
+    late = campaign.launched(campaign.spec(run, "train_sabotaged.py", env=sabotaged, passes=1), takeover=True)
     first, second = late.of("attempt")
     assert (first["attempt"], first["step"], second["step"]) == (4, 10, 20 if moment == "after" else 10)
     before = campaign.rows(run)

@@ -6,6 +6,7 @@ from typing import Any
 from dlac_pipeline.extensions.clusters.scheduler import JobState
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
 from dlac_pipeline.spec.launch_request import Request
+from tests.conftest import Arena
 
 GOOD: dict[str, Any] = {
     "run": "Web_text.v2",
@@ -31,13 +32,14 @@ Answer = JobState | Exception | None | Callable[[], JobState | None]
 
 def cluster_request(on: str, cluster: dict[str, Any], **launch: Any) -> Request:
     """Return a request for a job on a scheduler."""
-    return Request(
-        spec=parse_spec(
-            {**GOOD, "launch": {**GOOD["launch"], "on": on, **launch}, "cluster": cluster}, origin="the test"
-        ),
-        replaces=3,
-        launched_by="dagster-run",
-    )
+    raw = {**GOOD, "launch": {**GOOD["launch"], "on": on, **launch}, "cluster": cluster}
+    return Request(spec=parse_spec(raw, origin="the test"), replaces=3, launched_by="dagster-run")
+
+
+def check_exact(arena: Arena, rows: int = 2000) -> None:
+    """Check that the run "r1" consumed each row of its table once, by the script's journal and by the ledger."""
+    for steps in (arena.journal("r1"), arena.recorded("r1")):
+        assert sorted(row for step in steps.values() for row in step) == list(range(rows))
 
 
 class Scripted:

@@ -40,13 +40,9 @@ class Pod:
         environment |= {"DLAC_REQUEST_FILE": str(secret / "request"), "DLAC_FIRST_NODE": "localhost"}
         environment |= {"DLAC_RENDEZVOUS_KEY_FILE": str(secret / "rendezvous-key")}
         self.lines: list[str] = []
-        self._process = subprocess.Popen(
-            container["command"],
-            env={**os.environ, **environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-            text=True,
+        options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "start_new_session": True}
+        self._process: subprocess.Popen[str] = subprocess.Popen(
+            container["command"], env={**os.environ, **environment}, text=True, **options
         )
         self._reader = threading.Thread(target=self._read)
         self._reader.start()

@@ -14,7 +14,8 @@ from dlac_pipeline.lakehouse.errors import ClusterRefused
 from dlac_pipeline.spec.job_spec import parse_spec
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.supervisor import Outcome
-from tests.conftest import Arena, Steps, wait_until
+from tests.conftest import Arena, wait_until
+from tests.extensions.clusters.cluster import check_exact
 from tests.extensions.clusters.kubernetes_api import Cluster, kubernetes_api, use_configuration
 
 Events = list[dict[str, Any]]
@@ -59,11 +60,6 @@ def program(folder: Path, text: str) -> str:
     return str(path)
 
 
-def rows_of(steps: Steps) -> list[int]:
-    """Return all rows of all steps, sorted."""
-    return sorted(row for step in steps.values() for row in step)
-
-
 @pytest.mark.parametrize("kind", ["jobset", pytest.param("trainjob", marks=pytest.mark.slow)])
 def test_pods_are_followed(arena: Arena, cluster: Cluster, tmp_path: Path, kind: str) -> None:
     """The API server checks each field, and the job owns all other objects. Each pod's events are reported once."""
@@ -91,13 +87,11 @@ def test_cancelled_pods_get_sigterm(arena: Arena, cluster: Cluster, tmp_path: Pa
     assert "jobsets" not in {plural for plural, _ in cluster.objects}
 
 
-def test_expired_credentials_are_named(
-    arena: Arena, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_expired_credentials_are_named(arena: Arena, cluster: Cluster, tmp_path: Path) -> None:
     """Nothing is created."""
     expired = tmp_path / "expired"
     expired.write_text((tmp_path / "kubeconfig").read_text().replace("token-of-the-test", "expired"))
-    use_configuration(expired, monkeypatch)
+    use_configuration(expired, arena.monkeypatch)
     job, _ = job_of(arena, nodes="1")
     with pytest.raises(ClusterRefused, match=r"expected Kubernetes to take the job of run 'r1', found .*401"):
         job.run()
@@ -131,4 +125,4 @@ def test_stopped_job_is_resumed(arena: Arena, cluster: Cluster) -> None:
     reported = {event["checkpoint_id"] for event in events + later if event["event"] == "checkpoint"}
     assert reported == {row.checkpoint_id for row in arena.lineage("r1")}
     assert {row.world_size for row in arena.lineage("r1")} == {2}
-    assert rows_of(arena.journal("r1")) == rows_of(arena.recorded("r1")) == list(range(2000))
+    check_exact(arena)

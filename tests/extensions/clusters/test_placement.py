@@ -38,9 +38,8 @@ def idle(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def required(script: str) -> list[str]:
     """Return the nodes that a batch script requires."""
-    return [
-        node for found in re.findall(r"^#SBATCH --nodelist=(.*)$", script, re.MULTILINE) for node in found.split(",")
-    ]
+    found = re.findall(r"^#SBATCH --nodelist=(.*)$", script, re.MULTILINE)
+    return [node for each in found for node in each.split(",")]
 
 
 def request_on_kubernetes(**cluster: Any) -> Request:
@@ -149,9 +148,8 @@ def test_pods_prefer_holders() -> None:
     ours, theirs = template["spec"]["affinity"]["nodeAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
     named = {"key": "kubernetes.io/hostname", "operator": "In", "values": ["k2", "k1"]}
     assert (ours, theirs) == ({"weight": 100, "preference": {"matchExpressions": [named]}}, mine)
-    validate(
-        {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "p"}, "spec": template["spec"]}, "1.31", strict=True
-    )
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "p"}, "spec": template["spec"]}
+    validate(pod, "1.31", strict=True)
     (container,) = template["spec"]["containers"]
     field = {"name": "DLAC_NODE_NAME", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}
     assert field in container["env"]

@@ -17,29 +17,19 @@ from tests.extensions.clusters.cluster import GOOD, SLURM, cluster_request
 
 pytestmark = pytest.mark.usefixtures("only_this_process")
 
-KUBERNETES = {"image": "registry.example/dlac:1", "cpu": 8, "gpu": 4, "memory_mb": 64_000, "queue": "train"} | {
-    "namespace": "ml",
-    "time_limit_s": 3600,
-    "retries": 2,
-    "pod": {
-        "spec": {
-            "nodeSelector": {"pool": "h100"},
-            "serviceAccountName": "trainer",
-            "volumes": [
-                {"name": "scratch", "persistentVolumeClaim": {"claimName": "scratch"}},
-                {"name": "passwords", "secret": {"secretName": "postgres", "defaultMode": 0o400}},
-            ],
-            "containers": [
-                {
-                    "name": "node",
-                    "volumeMounts": [
-                        {"name": "scratch", "mountPath": "/scratch"},
-                        {"name": "passwords", "mountPath": "/secrets/postgres", "readOnly": True},
-                    ],
-                }
-            ],
-        }
-    },
+SCRATCH = {"name": "scratch", "persistentVolumeClaim": {"claimName": "scratch"}}
+PASSWORDS = {"name": "passwords", "secret": {"secretName": "postgres", "defaultMode": 0o400}}
+MOUNTS = [
+    {"name": "scratch", "mountPath": "/scratch"},
+    {"name": "passwords", "mountPath": "/secrets/postgres", "readOnly": True},
+]
+PODS = {
+    **{"nodeSelector": {"pool": "h100"}, "serviceAccountName": "trainer", "volumes": [SCRATCH, PASSWORDS]},
+    "containers": [{"name": "node", "volumeMounts": MOUNTS}],
+}
+KUBERNETES: dict[str, Any] = {
+    **{"image": "registry.example/dlac:1", "cpu": 8, "gpu": 4, "memory_mb": 64_000, "queue": "train"},
+    **{"namespace": "ml", "time_limit_s": 3600, "retries": 2, "pod": {"spec": PODS}},
 }
 
 
@@ -184,10 +174,8 @@ def test_job_has_its_own_key() -> None:
     found = manifests({})
     assert len(found["Secret"]["stringData"]["rendezvous-key"]) == 64
     environment = {"DLAC_RENDEZVOUS_KEY_FILE": "/etc/dlac/rendezvous-key"}
-    assert (
-        for_node(cluster_request("kubernetes", {"image": "i"}), environment).spec.launch.rendezvous_key_file
-        == "/etc/dlac/rendezvous-key"
-    )
+    launch = for_node(cluster_request("kubernetes", {"image": "i"}), environment).spec.launch
+    assert launch.rendezvous_key_file == "/etc/dlac/rendezvous-key"
 
 
 def test_request_is_one_word() -> None:
@@ -204,12 +192,8 @@ def test_node_container_is_merged() -> None:
     """The container named `node` is merged into the pod's own, and others are added."""
     secret = {"secretRef": {"name": "db"}}
     volume = {"name": "key", "secret": {"secretName": "key"}}
-    node = {
-        "name": "node",
-        "env": [{"name": "A", "value": "1"}],
-        "envFrom": [secret],
-        "volumeMounts": [{"name": "key", "mountPath": "/key"}],
-    }
+    mounts = [{"name": "key", "mountPath": "/key"}]
+    node = {"name": "node", "env": [{"name": "A", "value": "1"}], "envFrom": [secret], "volumeMounts": mounts}
     found = manifests({"pod": {"spec": {"containers": [{"name": "log"}, node], "volumes": [volume]}}})
     pod = job_of(found["JobSet"])["spec"]["template"]["spec"]
     own, other = pod["containers"]

@@ -16,7 +16,8 @@ from dlac_pipeline.lakehouse.ledger.typed_rows import ClaimRow
 from dlac_pipeline.spec.job_spec import parse_spec
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.supervisor import Outcome
-from tests.conftest import Arena, Steps, wait_until
+from tests.conftest import Arena, wait_until
+from tests.extensions.clusters.cluster import check_exact
 from tests.extensions.clusters.slurm_cluster import SlurmCluster, needs_slurm, slurm_cluster
 
 pytestmark = needs_slurm
@@ -91,16 +92,6 @@ def logs() -> str:
     return "\n".join(path.read_text()[-3000:] for path in Path().glob("slurm-*.err"))
 
 
-def rows_of(steps: Steps) -> list[int]:
-    """Return all rows of all steps, sorted."""
-    return sorted(row for step in steps.values() for row in step)
-
-
-def check_exact(arena: Arena, rows: int = 2000) -> None:
-    """Check that each row of the table was consumed once, by the script's journal and by the ledger."""
-    assert rows_of(arena.journal("r1")) == rows_of(arena.recorded("r1")) == list(range(rows))
-
-
 @pytest.mark.slow
 def test_range_takes_all_idle_nodes(arena: Arena, slurm: SlurmCluster) -> None:
     """A job of 2 to 3 nodes gets all three, and trains each row once."""
@@ -109,9 +100,8 @@ def test_range_takes_all_idle_nodes(arena: Arena, slurm: SlurmCluster) -> None:
     outcome = following.outcome()
     assert (outcome.ending, outcome.step) == ("finished", 10)
     assert {row.world_size for row in arena.lineage("r1")} == {3}
-    assert {event["checkpoint_id"] for event in following.of("checkpoint")} == {
-        row.checkpoint_id for row in arena.lineage("r1")
-    }
+    reported = {event["checkpoint_id"] for event in following.of("checkpoint")}
+    assert reported == {row.checkpoint_id for row in arena.lineage("r1")}
     check_exact(arena, rows=240)
 
 

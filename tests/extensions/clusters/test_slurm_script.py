@@ -14,20 +14,9 @@ def test_slurm_script_asks_for_range() -> None:
     """The script requests a range of nodes, gets a signal in time for a checkpoint, and no node's end ends another."""
     script = render_job(cluster_request("slurm", SLURM))
     assert set(re.findall(r"^#SBATCH (.*)$", script, re.MULTILINE)) == {
-        "--job-name=dlac-web-text-v2",
-        "--requeue",
-        "--nodes=2-4",
-        "--no-kill",
-        "--signal=TERM@100",
-        "--cpus-per-task=8",
-        "--gpus-per-node=4",
-        "--mem=64000",
-        "--time=26:03:04",
-        "--partition=h100",
-        "--account=lm",
-        "--constraint=ib",
-        "--open-mode=append",
-        "--output=slurm-%j-nodes.err",
+        *("--job-name=dlac-web-text-v2", "--requeue", "--nodes=2-4", "--no-kill", "--signal=TERM@100"),
+        *("--cpus-per-task=8", "--gpus-per-node=4", "--mem=64000", "--time=26:03:04", "--partition=h100"),
+        *("--account=lm", "--constraint=ib", "--open-mode=append", "--output=slurm-%j-nodes.err"),
     }
     (srun,) = re.findall(r"^srun (.*)$", script.replace("\\\n", ""), re.MULTILINE)
     words = shlex.split(srun)

@@ -225,12 +225,8 @@ def test_false_certificates_are_found(arena: Arena, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"runs": None},
-        {"runs": [{"run": "r", "seq": 10**30}]},
-        {"certified_at": "2026-01-01T00:00:00"},
-        {"filters": ["row_id = '\ud800'"]},
-        {"snapshots": {"consumption": "1"}},
-        {"more": 1},
+        *({"runs": None}, {"runs": [{"run": "r", "seq": 10**30}]}, {"certified_at": "2026-01-01T00:00:00"}),
+        *({"filters": ["row_id = '\ud800'"]}, {"snapshots": {"consumption": "1"}}, {"more": 1}),
     ],
 )
 def test_malformed_certificate_is_refused(arena: Arena, change: dict[str, Any]) -> None:

@@ -50,8 +50,7 @@ def test_totals_are_those_of_the_audit(arena: Arena, here: Command) -> None:
 def test_later_exclusion_is_dated(arena: Arena, here: Command) -> None:
     """Rows that a rewind excludes were trained on before. The text names the step from which they were not."""
     arena.table(appends=(300,))
-    spec = arena.spec("r", world_size=1, passes=2, every_steps=5)
-    arena.train(spec, until=8)
+    spec = arena.trained("r", world_size=1, passes=2, every_steps=5, until=8)
     rewind_run(arena.lakehouse, "r", nonce="n", step=5, exclude=["row_id < 30 or name = 'a|b'"])
     arena.train(spec)
     arena.monkeypatch.delenv("DLAC_HOME")

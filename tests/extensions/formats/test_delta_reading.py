@@ -182,10 +182,7 @@ def test_features_that_change_rows_are_refused(
         planned_rows(arena.lakehouse, location, columns=["id"])
 
 
-@pytest.mark.parametrize(
-    "path",
-    ["day=1/%2E./../../a.parquet", "file://{}/../other/a.parquet"],
-)
+@pytest.mark.parametrize("path", ["day=1/%2E./../../a.parquet", "file://{}/../other/a.parquet"])
 def test_path_out_of_table_is_refused(arena: Arena, location: Path, path: str) -> None:
     """A log that names a file by a path with "..", encoded or not, is refused, and the message names the path."""
     write_deltalake(location, some_rows(0, 4))

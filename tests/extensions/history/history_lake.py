@@ -16,6 +16,7 @@ from pyiceberg.table.snapshots import Operation
 from dlac_pipeline.extensions.history.changes import History, changes
 from dlac_pipeline.extensions.history.steps import TableRows
 from dlac_pipeline.lakehouse.iceberg.data_files import live_files
+from dlac_pipeline.lakehouse.iceberg.snapshots import snapshot_of
 from tests.empty_lakehouse import empty_lakehouse
 from tests.snapshots import DeleteFile, commit_snapshot, position_rows
 
@@ -47,9 +48,7 @@ class Lake:
     @property
     def now(self) -> int:
         """The current snapshot's id."""
-        current = self.table.current_snapshot()
-        assert current is not None
-        return current.snapshot_id
+        return snapshot_of(self.table, None).snapshot_id
 
     def append(self, *keys: int, v: int = 0) -> int:
         """Append one data file; returns the snapshot."""
@@ -69,13 +68,9 @@ class Lake:
         dead: Mapping[str, Sequence[int]] | None = None,
     ) -> int:
         """Commit one snapshot of an `operation` that swaps data files and adds positional deletes (path -> positions)."""
-        commit_snapshot(
-            self.table,
-            Operation(operation),
-            removed=set(removed),
-            added=[rows for rows in added if len(rows)],
-            deletes=DeleteFile(rows=position_rows(dead)) if dead else None,
-        )
+        deletes = DeleteFile(rows=position_rows(dead)) if dead else None
+        rows = [each for each in added if len(each)]
+        commit_snapshot(self.table, Operation(operation), removed=set(removed), added=rows, deletes=deletes)
         return self.now
 
     def compact(self, *paths: str, operation: str = "replace") -> int:

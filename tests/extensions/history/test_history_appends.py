@@ -1,15 +1,7 @@
-from pathlib import Path
-
 import pytest
 
 from dlac_pipeline.lakehouse.errors import AppendHistoryLost
 from tests.extensions.history.history_lake import Keyed, Lake, read, read_from, rows_of
-
-
-@pytest.fixture
-def lake(tmp_path: Path) -> Lake:
-    """An empty table."""
-    return Lake(tmp_path / "home").create("src.t")
 
 
 def test_appended_files_are_read_as_they_are_now(lake: Lake) -> None:

@@ -1,16 +1,8 @@
-from pathlib import Path
-
 import pytest
 
 from dlac_pipeline.extensions.history.changes import changes
 from dlac_pipeline.lakehouse.errors import AppendHistoryLost, NoSuchSnapshot
 from tests.extensions.history.history_lake import Lake
-
-
-@pytest.fixture
-def lake(tmp_path: Path) -> Lake:
-    """An empty table."""
-    return Lake(tmp_path / "home").create("src.t")
 
 
 def test_expired_appends_are_still_read(lake: Lake) -> None:

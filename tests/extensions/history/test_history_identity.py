@@ -1,17 +1,9 @@
-from pathlib import Path
-
 import pyarrow as pa
 import pytest
 
 from dlac_pipeline.extensions.history.changes import changes
 from dlac_pipeline.lakehouse.errors import AppendHistoryLost, NoSuchColumn, SpecInvalid
 from tests.extensions.history.history_lake import SCHEMA, Lake, rows_of
-
-
-@pytest.fixture
-def lake(tmp_path: Path) -> Lake:
-    """An empty table."""
-    return Lake(tmp_path / "home").create("src.t")
 
 
 def test_identity_columns_must_exist_and_tell_rows_apart(lake: Lake) -> None:

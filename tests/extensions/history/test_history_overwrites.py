@@ -1,17 +1,9 @@
-from pathlib import Path
-
 import pytest
 from pyiceberg.table.snapshots import Operation
 
 from dlac_pipeline.lakehouse.errors import AppendHistoryLost
 from dlac_pipeline.plan.legs.changes import OnOverwrite
 from tests.extensions.history.history_lake import Keyed, Lake, read_from, rows_of
-
-
-@pytest.fixture
-def lake(tmp_path: Path) -> Lake:
-    """An empty table."""
-    return Lake(tmp_path / "home").create("src.t")
 
 
 def test_a_compaction_that_calls_itself_an_overwrite(lake: Lake) -> None:

@@ -10,15 +10,8 @@ from dlac_pipeline.lakehouse.errors import AppendHistoryLost
 from tests.extensions.history.history_lake import Keyed, Lake, read, rows_of
 
 Change = tuple[str, int, int]
-CHANGES = st.lists(
-    st.tuples(
-        st.sampled_from(["append", "append", "delete_rows", "drop", "compact", "delete", "overwrite", "update", "pin"]),
-        st.integers(0, 99),
-        st.integers(1, 3),
-    ),
-    min_size=1,
-    max_size=9,
-)
+WHAT = ["append", "append", "delete_rows", "drop", "compact", "delete", "overwrite", "update", "pin"]
+CHANGES = st.lists(st.tuples(st.sampled_from(WHAT), st.integers(0, 99), st.integers(1, 3)), min_size=1, max_size=9)
 
 
 class Story:

@@ -43,14 +43,10 @@ class RewrittenTable(HandTable):
         for manifest in self.manifests:
             entries = manifest.fetch_manifest_entry(IO)
             gone = [entry for entry in entries if entry.data_file.file_path in removed]
-            taken += [
-                ManifestEntry.from_args(
-                    sequence_number=entry.sequence_number,
-                    file_sequence_number=entry.sequence_number,
-                    data_file=self._data_file(entry.data_file.file_path, entry.data_file.record_count),
-                )
-                for entry in gone
-            ]
+            for entry in gone:
+                file = self._data_file(entry.data_file.file_path, entry.data_file.record_count)
+                numbers = dict.fromkeys(("sequence_number", "file_sequence_number"), entry.sequence_number)
+                taken.append(ManifestEntry.from_args(data_file=file, **numbers))
             if not gone:
                 left.append(manifest)
         self.manifests[:] = left

@@ -1,5 +1,7 @@
 """Receivers of what listeners send, and listeners of another distribution, for tests."""
 
+from __future__ import annotations
+
 import gzip
 import json
 import struct
@@ -12,6 +14,8 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from dlac_pipeline.extensions.listeners.settings import ListenersSpec
 from dlac_pipeline.spec.job_spec import JobSpec
@@ -31,6 +35,17 @@ def install_strangers(folder: Path) -> Path:
 def with_listeners(spec: JobSpec, **listeners: Any) -> JobSpec:
     """Return a spec with listeners."""
     return spec.model_copy(update={"listeners": ListenersSpec.model_validate(listeners)})
+
+
+def use_libraries(monkeypatch: pytest.MonkeyPatch, receiver: Receiver, folder: Path) -> None:
+    """Let the libraries send to the receiver, and write their files into a folder."""
+    variables = {
+        **{"OPENLINEAGE_URL": receiver.url, "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.url, "WANDB_DIR": str(folder)},
+        **{"OTEL_METRIC_EXPORT_INTERVAL": "1000", "WANDB_MODE": "offline", "MLFLOW_ALLOW_FILE_STORE": "true"},
+        "MLFLOW_TRACKING_URI": (folder / "mlruns").as_uri(),
+    }
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:

@@ -20,6 +20,7 @@ from tests.extensions.listeners.listening import (
     read_wandb_run,
     running_receiver,
     scrape,
+    use_libraries,
     with_listeners,
 )
 from tests.integration.test_cli import dlac
@@ -71,16 +72,10 @@ def write_job(spec: JobSpec, folder: Path) -> str:
 def branched(strangers: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Branched]:
     """Train to step 63, go back to step 20 by a command, train again without rows, retire what was left, and fork."""
     folder = tmp_path_factory.mktemp("branched")
-    chosen: dict[str, Any] = {
-        "openlineage": {},
-        "mlflow": {"experiment": "tests"},
-        "prometheus": {},
-        "records": {"path": str(folder / "events.jsonl")},
-    }
+    chosen: dict[str, Any] = {"openlineage": {}, "mlflow": {"experiment": "tests"}, "prometheus": {}}
+    chosen |= {"records": {"path": str(folder / "events.jsonl")}}
     with pytest.MonkeyPatch.context() as monkeypatch, running_receiver() as receiver:
-        monkeypatch.setenv("OPENLINEAGE_URL", receiver.url)
-        monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-        monkeypatch.setenv("MLFLOW_TRACKING_URI", (folder / "mlruns").as_uri())
+        use_libraries(monkeypatch, receiver, folder)
         arena = Arena(folder / "home", monkeypatch)
         arena.table()
         spec = with_listeners(arena.spec("r", world_size=1, passes=1), **chosen)

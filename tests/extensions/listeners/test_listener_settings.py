@@ -7,15 +7,7 @@ from typing import Any
 
 import pytest
 
-from dlac_pipeline.extensions.listeners.events import (
-    AttemptEnded,
-    AttemptStarted,
-    CheckpointCommitted,
-    Listener,
-    ProgressMade,
-    RunEvent,
-    RunGivenUp,
-)
+from dlac_pipeline.extensions.listeners import events
 from dlac_pipeline.extensions.listeners.main import Subscription
 from dlac_pipeline.extensions.listeners.settings import ListenersSpec
 from dlac_pipeline.extensions.listeners.translate import EventTranslator
@@ -26,20 +18,11 @@ from tests.unit.test_spec import GOOD
 
 pytestmark = pytest.mark.usefixtures("only_this_process")
 
-ENDED = AttemptEnded(run="r", attempt=1, at=0.0, ending="finished", reason="", step=9)
+ENDED = events.AttemptEnded(run="r", attempt=1, at=0.0, ending="finished", reason="", step=9)
 CLAIMED = {
-    "event": "claimed",
-    "at": 1.0,
-    "attempt": 1,
-    "step": 0,
-    "head_step": 0,
-    "resumed_from": None,
-    "branch": 1,
-    "went_back": [],
-    "tables": [{"name": "src.t", "table": "src.t", "snapshot_id": 5, "rows": 100}],
-    "world_size": 2,
-    "nodes": 1,
-    "ledger": "u",
+    **{"event": "claimed", "at": 1.0, "attempt": 1, "step": 0, "head_step": 0, "resumed_from": None, "branch": 1},
+    **{"went_back": [], "tables": [{"name": "src.t", "table": "src.t", "snapshot_id": 5, "rows": 100}]},
+    **{"world_size": 2, "nodes": 1, "ledger": "u"},
 }
 
 
@@ -48,10 +31,10 @@ def spec_with(**listeners: Any) -> JobSpec:
     return parse_spec({**GOOD, "listeners": listeners}, origin="the test")
 
 
-def progress(step: int) -> ProgressMade:
+def progress(step: int) -> events.ProgressMade:
     """Return the progress event of a step."""
     numbers: dict[str, Any] = {"loss_step": step, "loss": 0.5, "rows": 1, "rows_at_risk": 1, "rows_per_s": 1.0}
-    return ProgressMade(run="r", attempt=1, at=0.0, step=step, tokens_per_s=None, **numbers)
+    return events.ProgressMade(run="r", attempt=1, at=0.0, step=step, tokens_per_s=None, **numbers)
 
 
 class Gate:
@@ -60,9 +43,9 @@ class Gate:
     def __init__(self) -> None:
         self.opened = threading.Event()
         self.reached = threading.Event()
-        self.received: list[RunEvent] = []
+        self.received: list[events.RunEvent] = []
 
-    def on_event(self, event: RunEvent) -> None:
+    def on_event(self, event: events.RunEvent) -> None:
         """Keep an event."""
         self.reached.set()
         self.opened.wait()
@@ -117,7 +100,7 @@ def test_errors_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     """The first error has its traceback, the end has the count, and later events arrive."""
 
     class Fails(Gate):
-        def on_event(self, event: RunEvent) -> None:
+        def on_event(self, event: events.RunEvent) -> None:
             self.received.append(event)
             raise RuntimeError("full")
 
@@ -134,7 +117,7 @@ def test_errors_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
 def test_failed_start_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     """A listener that cannot be made receives nothing, and blocks nothing."""
 
-    def make() -> Listener:
+    def make() -> events.Listener:
         raise OSError("port 9464 is in use")
 
     subscription = Subscription("broken", make, most_waiting=9)
@@ -148,27 +131,27 @@ def test_rows_at_risk_follow_commits(tmp_path: Path) -> None:
     """The rows of the heartbeats count, without the rows of committed checkpoints, over all ranks."""
     translator = EventTranslator(spec_with(), parent_run="")
     (started,) = translator.translate({**CLAIMED, "folder": str(tmp_path)})
-    assert isinstance(started, AttemptStarted)
+    assert isinstance(started, events.AttemptStarted)
     files = [HeartbeatFile(tmp_path, rank) for rank in range(2)]
 
-    def beat(step: int) -> list[RunEvent]:
+    def beat(step: int) -> list[events.RunEvent]:
         for file in files:
             spent = Spent(rows=16 * step, began=time.time() - 1)
             file.write(step, Phase.TRAINING, loss_step=step, loss=0.25, spent=spent)
         return translator.poll()
 
     (first,) = beat(2)
-    assert isinstance(first, ProgressMade)
+    assert isinstance(first, events.ProgressMade)
     assert (first.step, first.rows, first.rows_at_risk, first.loss) == (2, 64, 64, 0.25)
     assert translator.poll() == []
     commit = {"event": "checkpoint", "at": 2.0, "rows": 64, "rows_by_source": [64], "step": 2, "checkpoint_id": "c"}
     facts = {"location": "file:///c", "ledger_snapshot_id": 7, "bytes": 1, "duration_s": 0.1, "losses": [1.0, 0.25]}
     (committed,) = translator.translate({**commit, **facts})
-    assert isinstance(committed, CheckpointCommitted)
+    assert isinstance(committed, events.CheckpointCommitted)
     assert (committed.rows_by_table, committed.losses) == ({"src.t": 64}, (1.0, 0.25))
     assert committed.rows_at_risk == 0
     (second,) = beat(3)
-    assert isinstance(second, ProgressMade)
+    assert isinstance(second, events.ProgressMade)
     assert (second.rows, second.rows_at_risk) == (96, 32)
     for file in files:
         file.close()
@@ -179,19 +162,19 @@ def test_memory_state_is_at_risk(tmp_path: Path) -> None:
     translator = EventTranslator(spec_with(), parent_run="")
     memory = {"attempt": 2, "step": 9, "head_step": 5, "resumed_from": "c", "folder": str(tmp_path), "world_size": 1}
     (started,) = translator.translate({**CLAIMED, **memory})
-    assert isinstance(started, AttemptStarted)
+    assert isinstance(started, events.AttemptStarted)
     size = spec_with().order.batch_size
     assert started.gauges() == {"step": 9, "rows_at_risk": 4 * size}
     file = HeartbeatFile(tmp_path, 0)
     # A replica group did step 10 twice.
     file.write(10, Phase.TRAINING, loss_step=9, loss=0.25, spent=Spent(rows=2 * size, began=time.time() - 1))
     (first,) = translator.poll()
-    assert isinstance(first, ProgressMade)
+    assert isinstance(first, events.ProgressMade)
     assert (first.rows_at_risk, first.gauges()["loss_step"]) == (5 * size, 9)
     commit = {"event": "checkpoint", "at": 2.0, "rows": 4 * size, "rows_by_source": [4 * size], "step": 9}
     facts = {"location": "file:///c", "ledger_snapshot_id": 7, "bytes": 1, "duration_s": 0.1, "checkpoint_id": "d"}
     (committed,) = translator.translate({**commit, **facts})
-    assert isinstance(committed, CheckpointCommitted)
+    assert isinstance(committed, events.CheckpointCommitted)
     assert committed.rows_at_risk == size
     file.close()
 
@@ -211,7 +194,7 @@ def test_attempt_ends_once(last: dict[str, Any], ending: str) -> None:
     assert list(translator.translate({**last, "at": 0.0})) == []  # before an attempt
     list(translator.translate({**CLAIMED, "folder": ""}))
     (ended,) = translator.translate({**last, "at": 3.0})
-    assert isinstance(ended, AttemptEnded)
+    assert isinstance(ended, events.AttemptEnded)
     assert (ended.ending, ended.at) == (ending, 3.0)
     assert translator.end("lost") == []
 
@@ -223,5 +206,5 @@ def test_giving_up_follows_failed_attempt() -> None:
     failure = {"event": "failure", "cause": "rank 1 died", "step": 4, "at": 3.0}
     given_up = {"event": "given_up", "reason": "rank 1 died", "at": 3.1}
     (ended, event) = [each for report in (failure, given_up) for each in translator.translate(report)]
-    assert isinstance(ended, AttemptEnded)
-    assert event == RunGivenUp(run="r1", attempt=1, at=3.1, reason="rank 1 died")
+    assert isinstance(ended, events.AttemptEnded)
+    assert event == events.RunGivenUp(run="r1", attempt=1, at=3.1, reason="rank 1 died")

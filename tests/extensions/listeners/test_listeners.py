@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from dlac_pipeline.lakehouse.iceberg.snapshots import snapshot_of
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow
 from tests.conftest import Arena, Launch
 from tests.extensions.listeners.listening import (
@@ -16,6 +17,7 @@ from tests.extensions.listeners.listening import (
     read_events,
     read_wandb_run,
     running_receiver,
+    use_libraries,
     with_listeners,
 )
 from tests.launched_nodes import job, train_together
@@ -44,21 +46,10 @@ class Listened:
 def listened(campaign: Arena, strangers: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Listened]:
     """Train with all listeners, and kill a rank after the first checkpoint."""
     folder = tmp_path_factory.mktemp("listened")
-    chosen = {
-        "openlineage": {"namespace": "training"},
-        "mlflow": {"experiment": "tests"},
-        "wandb": {"project": "tests"},
-        "opentelemetry": {},
-        "records": {"path": str(folder / "events.jsonl")},
-    }
+    chosen: dict[str, Any] = {"openlineage": {"namespace": "training"}, "mlflow": {"experiment": "tests"}}
+    chosen |= {"wandb": {"project": "tests"}, "opentelemetry": {}, "records": {"path": str(folder / "events.jsonl")}}
     with pytest.MonkeyPatch.context() as monkeypatch, running_receiver() as receiver:
-        monkeypatch.setenv("OPENLINEAGE_URL", receiver.url)
-        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.url)
-        monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "1000")
-        monkeypatch.setenv("WANDB_DIR", str(folder))
-        monkeypatch.setenv("WANDB_MODE", "offline")
-        monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-        monkeypatch.setenv("MLFLOW_TRACKING_URI", (folder / "mlruns").as_uri())
+        use_libraries(monkeypatch, receiver, folder)
         spec = with_listeners(campaign.spec("listened", pause_s=0.04), **chosen)
         launch = campaign.launch(spec, launched_by=DAGSTER_RUN)
         launch.wait_for("checkpoint", 2)
@@ -87,17 +78,11 @@ def test_other_listeners_receive_all_events(listened: Listened) -> None:
     events = listened.recorded
     kinds = [each["kind"] for each in events if each["kind"] != "ProgressMade"]
     assert [kind for kind in kinds if kind != "CheckpointCommitted"] == [
-        "AttemptStarted",
-        "AttemptEnded",
-        "AttemptStarted",
-        "RecoveryEnded",
-        "AttemptEnded",
-        "closed",
+        *("AttemptStarted", "AttemptEnded", "AttemptStarted", "RecoveryEnded", "AttemptEnded", "closed"),
     ]
     first, second = (each for each in events if each["kind"] == "AttemptStarted")
     (table,) = first["tables"]
-    source = listened.arena.lakehouse.load("src.t").current_snapshot()
-    assert source is not None
+    source = snapshot_of(listened.arena.lakehouse.load("src.t"), None)
     assert (table["table"], table["snapshot_id"], table["rows"]) == ("src.t", source.snapshot_id, 2000)
     assert (first["attempt"], first["world_size"], first["parent_run"]) == (1, 2, DAGSTER_RUN)
     committed = [each for each in events if each["kind"] == "CheckpointCommitted"]
@@ -120,12 +105,8 @@ def test_other_listeners_receive_all_events(listened: Listened) -> None:
 def test_openlineage_has_run_per_attempt(listened: Listened) -> None:
     """Each attempt is a run with one start and one end. Inputs have snapshots and row counts, outputs are checkpoints."""
     events = listened.receiver.read_json("/api/v1/lineage")
-    assert [each["eventType"] for each in events if each["eventType"] != "RUNNING"] == [
-        "START",
-        "FAIL",
-        "START",
-        "COMPLETE",
-    ]
+    changes = [each["eventType"] for each in events if each["eventType"] != "RUNNING"]
+    assert changes == ["START", "FAIL", "START", "COMPLETE"]
     runs = list(dict.fromkeys(each["run"]["runId"] for each in events))
     assert len(runs) == 2
     snapshot = str(listened.recorded[0]["tables"][0]["snapshot_id"])
@@ -192,20 +173,13 @@ def test_opentelemetry_has_recovery_spans(listened: Listened) -> None:
     (recovery,) = (span for span in spans if span.name == "dlac.recovery")
     phases = [span for span in spans if span is not recovery]
     assert {span.parent_span_id for span in phases} == {recovery.span_id}
-    assert {"dlac.recovery.detect", "dlac.recovery.verify", "dlac.recovery.first_step"} <= {
-        each.name for each in phases
-    }
+    assert {f"dlac.recovery.{phase}" for phase in ("detect", "verify", "first_step")} <= {each.name for each in phases}
     assert recovery.start_time_unix_nano == min(span.start_time_unix_nano for span in phases)
     attributes = {each.key: each.value.string_value for each in recovery.attributes}
     assert "SIGKILL" in attributes["dlac.cause"]
     metrics = [ExportMetricsServiceRequest.FromString(body) for body in bodies["/v1/metrics"]]
-    names = {
-        metric.name
-        for each in metrics
-        for resource in each.resource_metrics
-        for scope in resource.scope_metrics
-        for metric in scope.metrics
-    }
+    scopes = [scope for each in metrics for resource in each.resource_metrics for scope in resource.scope_metrics]
+    names = {metric.name for scope in scopes for metric in scope.metrics}
     assert names == {"dlac.step", "dlac.loss", "dlac.loss_step", "dlac.rows_at_risk", "dlac.rows_per_s"}
 
 
@@ -213,8 +187,7 @@ def test_opentelemetry_has_recovery_spans(listened: Listened) -> None:
 def test_held_interpreter_does_not_stop_training(campaign: Arena, strangers: None) -> None:
     """A listener hangs in C, so that its process does nothing more. It is killed at the end of the run."""
     spec = with_listeners(campaign.spec("held", passes=1, every_steps=20), holds_lock={})
-    launch = campaign.launch(spec)
-    assert launch.wait() == 0, launch.stderr
+    launch = campaign.launched(spec)
     assert launch.of("ended")[0]["ending"] == "finished"
     assert "the listeners of run 'held' did not end in time, and are killed" in launch.stderr
     assert campaign.losses("held")[:62] == campaign.losses("reference")[:62]

@@ -111,12 +111,8 @@ def test_example_is_judged(folder: Folder) -> None:
     """The example resumes after SIGKILL exactly, loses rows with more ranks, and skips what it does not offer."""
     status, verdicts, errors = folder.check(EXAMPLE, "tail,kill,resize_2_4,shuffle")
     assert status == 1, errors
-    assert {name: each["exact"] for name, each in verdicts.items()} == {
-        "tail": True,
-        "kill": True,
-        "resize_2_4": False,
-        "shuffle": None,
-    }
+    exact = {name: each["exact"] for name, each in verdicts.items()}
+    assert exact == {"tail": True, "kill": True, "resize_2_4": False, "shuffle": None}
     assert (verdicts["resize_2_4"]["repeated"], verdicts["resize_2_4"]["missing"]) == (0, 832)
     assert verdicts["shuffle"]["remark"] == "reads in the order of the files"
 

@@ -50,8 +50,7 @@ def test_following_status_equals_new_one(arena: Arena) -> None:
 def test_concurrent_checkpoint_is_not_step_zero(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     """A status at one time is consistent, however busy the run is."""
     arena.table(appends=(500,))
-    spec = arena.spec("r", world_size=1, passes=1, every_steps=5)
-    arena.train(spec, until=7)
+    spec = arena.trained("r", world_size=1, passes=1, every_steps=5, until=7)
     original = Ledger.head_rows
 
     def read(*args: Any) -> Any:
@@ -99,8 +98,7 @@ def claimed_again(arena: Arena, folder: Path, **named: int) -> Iterator[Path]:
     `named` are fields of its claim.
     """
     arena.table(appends=(500,))
-    spec = arena.spec("r", world_size=1, passes=2, every_steps=5)
-    arena.train(spec, until=7)
+    spec = arena.trained("r", world_size=1, passes=2, every_steps=5, until=7)
     with run_lock(spec.checkpoint.local, "r", wait_s=0, takeover=False):
         request = ClaimRequest(nonce="n", launch_folder=str(folder), purpose=named)
         start_attempt(Plans(arena.lakehouse), spec, request)

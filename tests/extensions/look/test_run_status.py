@@ -23,12 +23,8 @@ LONG_AGO = datetime.now(UTC) - timedelta(hours=3)
 
 def rows(*appended: LedgerRow, run: str = "r") -> list[LedgerRow]:
     """Return rows of a run, in order of `seq`."""
-    return [
-        replace(
-            row, run=run, nonce="n", committed_at=max(row.committed_at, LONG_AGO), attempt=row.attempt or 1, seq=seq
-        )
-        for seq, row in enumerate(appended, start=1)
-    ]
+    dated = [replace(row, committed_at=max(row.committed_at, LONG_AGO), attempt=row.attempt or 1) for row in appended]
+    return [replace(row, run=run, nonce="n", seq=seq) for seq, row in enumerate(dated, start=1)]
 
 
 def claim(attempt: int = 1, *, host: str = "", **detail: Any) -> LedgerRow:

@@ -15,8 +15,7 @@ def test_deadly_rows_are_quarantined(arena: Arena) -> None:
     """SIGSEGV at every batch with one row: that global batch is left out and named. All other rows are read once."""
     arena.table(appends=(300,))
     settings: dict[str, Any] = {"deaths_at_same_rows": 2, "attempts_without_progress": 2, "deadly_row": DEADLY}
-    launch = arena.launch(arena.spec("r", passes=1, every_steps=4, **settings))
-    assert launch.wait() == 0, launch.stderr
+    launch = arena.launched(arena.spec("r", passes=1, every_steps=4, **settings))
     assert len(launch.of("attempt")) == 3  # the commits of the first one do not matter
     assert all("SIGSEGV" in failure["cause"] for failure in launch.of("failure"))
     (event,) = launch.of("quarantine")
@@ -49,14 +48,12 @@ def test_last_deadly_rows_are_quarantined_visibly(arena: Arena, rows: int, follo
     settings: dict[str, Any] = {"deaths_at_same_rows": 2, "attempts_without_progress": 2, "deadly_row": last[0]}
     settings |= {"passes": 1, "every_steps": max(1, max(batches) - 1), "follow": follow}
     spec = arena.spec("r", world_size=1, **settings)
-    launch = arena.launch(spec)
-    assert launch.wait() == 0, launch.stderr
+    arena.launched(spec)
     named = arena.rows("r", QuarantinedRowsRow)
     assert sum(each.rows for each in named) == len(last)
     assert [row.step for row in arena.lineage("r")][-1] == max(batches) - 1
     if follow == "appends":
-        again = arena.launch(spec)
-        assert again.wait() == 0, again.stderr
+        again = arena.launched(spec)
         assert not again.of("failure")
     report = audit_run(arena.lakehouse, "r")
     assert (report.exact, report.problems, report.finished) == (True, (), follow == "pinned")

@@ -4,12 +4,12 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 
 from dlac_pipeline.checkpoint.collectives import RankTree
 from dlac_pipeline.extensions.replay.spike_check import SampleLosses, SpikeCheck
 from dlac_pipeline.read.batch import Batch
+from tests.small_records import small_batch
 
 NAN = float("nan")
 
@@ -17,16 +17,9 @@ NAN = float("nan")
 def batch(step: int = 1) -> Batch:
     """Return the batch of a rank with three slots. The last one is empty."""
     document = torch.tensor([[1, 1, 2, 0], [1, 2, 3, 3], [0, 0, 0, 0]])
-    return Batch(
-        step=step,
-        tensors={"document": document},
-        valid=torch.tensor([True, True, False]),
-        source=torch.tensor([0, 0, -1]),
-        rows=2,
-        tokens=7,
-        readers=2,
-        cursors=np.zeros((0, 1, 4), dtype=np.int64),
-    )
+    valid, source = torch.tensor([True, True, False]), torch.tensor([0, 0, -1])
+    tensors = {"document": document}
+    return small_batch(step=step, tensors=tensors, valid=valid, source=source, rows=2, tokens=7, readers=2)
 
 
 def kept() -> tuple[SampleLosses, Batch]:

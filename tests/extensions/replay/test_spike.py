@@ -55,8 +55,7 @@ def spiky(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         arena = Arena(tmp_path_factory.mktemp("spiky") / "home", monkeypatch)
         add_table(arena, *BAD)
-        launch = arena.launch(arena.spec("r", passes=1, identity_columns=["doc's"]))
-        assert launch.wait() == 0, launch.stderr
+        arena.launched(arena.spec("r", passes=1, identity_columns=["doc's"]))
         yield arena
         arena.close()
 
@@ -139,8 +138,7 @@ def test_spike_stops_run(spiky: Arena, here: Command) -> None:
     rewound = here(*shlex.split(command)[1:], "--json", home=spiky.home)
     assert rewound.returncode == 0, rewound.stderr
     assert (json.loads(rewound.stdout)["step"], json.loads(rewound.stdout)["excluded_rows_seen"]) == (20, 0)
-    launch = spiky.launch(spec)
-    assert launch.wait() == 0, launch.stderr
+    spiky.launched(spec)
     trained_rows = [row for rows in spiky.journal("s").values() for row in rows]
     assert sorted(trained_rows) == [row for row in range(1280) if row != 333]
     [later] = explain_spike(spiky.lakehouse, "s", step=25).rewinds  # another row of the same checkpoint
@@ -150,8 +148,7 @@ def test_spike_stops_run(spiky: Arena, here: Command) -> None:
 @pytest.mark.slow
 def test_spike_rows_are_excluded(spiky: Arena) -> None:
     """The next attempt leaves the bad row alone out, and the audit of the run is exact."""
-    launch = spiky.launch(spiky.spec("e", passes=1, on_spike="exclude"))
-    assert launch.wait() == 0, launch.stderr
+    launch = spiky.launched(spiky.spec("e", passes=1, on_spike="exclude"))
     [left_out] = launch.of("quarantine")
     assert (left_out["step"], left_out["rows"], left_out["tentative"]) == (step_of(spiky, 333), 1, True)
     assert len(launch.of("attempt")) == 2
@@ -185,8 +182,7 @@ def test_innocent_rows_are_trained_through(spiky: Arena) -> None:
     script.write_text(ODD_SLOTS)
     spec = spiky.spec("o", passes=1, on_spike="exclude", world_size=1)
     spec = spec.model_copy(update={"launch": spec.launch.model_copy(update={"script": str(script)})})
-    launch = spiky.launch(spec)
-    assert launch.wait() == 0, launch.stderr
+    launch = spiky.launched(spec)
     assert len(launch.of("attempt")) == 2
     assert [(each["step"], each["rows"]) for each in launch.of("quarantine")] == [(25, 1)]
     warnings = [each["message"] for each in launch.of("warning") if "deviations" in each["message"]]
@@ -237,8 +233,7 @@ def test_packed_documents_have_own_losses(arena: Arena) -> None:
 @pytest.mark.soak
 def test_packed_rows_are_excluded(arena: Arena) -> None:
     """The bad document is left out, also where it is read from an earlier checkpoint on."""
-    launch = arena.launch(packed_spec(arena, 8, bad=220, on_spike="exclude"))
-    assert launch.wait() == 0, launch.stderr
+    launch = arena.launched(packed_spec(arena, 8, bad=220, on_spike="exclude"))
     assert [each["rows"] for each in launch.of("quarantine")] == [1]
     [row] = arena.rows("p", QuarantinedRowsRow)
     assert list(row.positions) == [219]

@@ -12,12 +12,7 @@ from tests.programs import train_short
 from tests.programs.train_titan import TitanLike
 
 transformers: Any = pytest.importorskip("transformers")
-_SPEC: dict[str, Any] = {
-    "columns": ["row_id", "x", "even"],
-    "passes": 1,
-    "every_steps": 4,
-    "program": "train_short.py",
-}
+_SPEC: dict[str, Any] = {"columns": ["row_id", "x", "even"], "passes": 1, "every_steps": 4, "program": "train_short.py"}
 
 
 def weights_of(arena: Arena, trainer: str, **params: Any) -> dict[str, torch.Tensor]:

@@ -31,11 +31,7 @@ transformers: Any = pytest.importorskip("transformers")
 _TRAINERS = Path(__file__).parents[3] / "examples" / "trainers"
 _STEPS = 125
 POINTS: dict[str, Any] = {
-    "table": "src.points",
-    "columns": ["x", "y"],
-    "batch_size": 160,
-    "passes": 1,
-    "every_steps": 5,
+    **{"table": "src.points", "columns": ["x", "y"], "batch_size": 160, "passes": 1, "every_steps": 5},
 }
 
 
@@ -100,8 +96,7 @@ class Counter:
 
 
 @pytest.mark.parametrize(
-    ("mode", "places"),
-    [pytest.param("synchronous", (), marks=pytest.mark.slow), ("asynchronous", ("store", "local"))],
+    ("mode", "places"), [pytest.param("synchronous", (), marks=pytest.mark.slow), ("asynchronous", ("store", "local"))]
 )
 def test_files_are_resumed_from(arena: Arena, mode: str, places: tuple[str, ...]) -> None:
     """They come back from the store if the node has lost its copy. The steps count once."""
@@ -207,10 +202,7 @@ def test_second_process_fences_trainer(arena: Arena) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [
-        ({"save_only_model": True}, "save_only_model=False"),
-        ({"max_steps": -1, "num_train_epochs": 3}, "max_steps=125"),
-    ],
+    [({"save_only_model": True}, "save_only_model=False"), ({"max_steps": -1, "num_train_epochs": 3}, "max_steps=125")],
 )
 def test_inexact_arguments_are_refused(arena: Arena, arguments: dict[str, Any], message: str) -> None:
     """Settings with which the Trainer could not resume exactly are named."""

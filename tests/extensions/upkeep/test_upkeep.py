@@ -21,6 +21,7 @@ from dlac_pipeline.lakehouse.ledger.schemas import TABLES
 from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow, CheckpointRow, LedgerRow
 from dlac_pipeline.lakehouse.maintenance.expiry import expire
 from tests.conftest import Arena
+from tests.snapshots import check_readable
 
 RUN = "r1"
 STEPS = 8
@@ -63,13 +64,6 @@ def data_files(lakehouse: Lakehouse) -> int:
 def files_of(arena: Arena, name: str = "consumption") -> set[Path]:
     """All files of a table in the warehouse."""
     return {path for path in (arena.home / "warehouse" / "dlac" / name).rglob("*") if path.is_file()}
-
-
-def check_readable(lakehouse: Lakehouse) -> None:
-    """Every retained snapshot of the ledger can be read."""
-    table = lakehouse.own("consumption")
-    for snapshot in table.snapshots():
-        table.scan(snapshot_id=snapshot.snapshot_id).to_arrow()
 
 
 def before_first_commit(monkeypatch: pytest.MonkeyPatch, happens: Callable[[], Any]) -> list[str]:
