@@ -5,11 +5,12 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 
 from dlac_pipeline.checkpoint.restore.conversion import discard_conversion
 from dlac_pipeline.checkpoint.store import MANIFEST, Tiers, attempt_of, folder_name_of, folder_uri
+from dlac_pipeline.lakehouse.errors import CheckpointDamaged
 from dlac_pipeline.lakehouse.ledger import branches, commits, older_ledger, run_rows, typed_rows
 from dlac_pipeline.lakehouse.own_folders import remove_tree
 from dlac_pipeline.lakehouse.store_files import below
@@ -159,10 +160,34 @@ class Retention:
 
     def committed(self, checkpoint: typed_rows.CheckpointRow, retired: Iterable[str]) -> None:
         """The checkpoint is the head, and these are retired: remove their files, in a thread."""
-        gone = list(retired)
+        gone, before = set(retired), self._referred()
         self._rows += [checkpoint, *(typed_rows.RetireRow(checkpoint_id=each) for each in gone)]
-        found = run_rows.checkpoint_rows(self._rows)
-        self._removal.begin([folder_uri(found[each].manifest_uri) for each in gone])
+        after, out = self._referred(), self._retired()
+        folders = []
+        for row in run_rows.checkpoint_rows(self._rows).values():
+            name = folder_name_of(row.manifest_uri)
+            is_freed = row.checkpoint_id in out and name in before  # by the retirement of the last that referred to it
+            if (row.checkpoint_id in gone or is_freed) and name not in after:
+                folders.append(folder_uri(row.manifest_uri))
+        self._removal.begin(folders)
+
+    def check_kept(self, folders: Collection[str]) -> None:
+        """Raise `CheckpointDamaged` unless kept checkpoints need all these folders, so that no process removes one."""
+        rows, out = run_rows.checkpoint_rows(self._rows), self._retired()
+        kept = {folder_name_of(row.manifest_uri) for name, row in rows.items() if name not in out}
+        if missing := set(folders) - kept - self._referred():
+            raise CheckpointDamaged(
+                f"expected kept checkpoints to need the files in {sorted(missing)!r}, to which this one refers, found that they "
+                "were retired: start the run again, and its next checkpoint has all files"
+            )
+
+    def _retired(self) -> set[str]:
+        return {row.checkpoint_id for row in self._rows if isinstance(row, typed_rows.RetireRow)}
+
+    def _referred(self) -> set[str]:
+        """Return the names of the folders that checkpoints refer to. They stay, also of a retired checkpoint."""
+        rows, out = run_rows.checkpoint_rows(self._rows), self._retired()
+        return {folder for name, row in rows.items() if name not in out for folder in row.refers_to}
 
     def sweep(self) -> None:
         """Remove the remains of retired checkpoints now. No thread is running."""
@@ -174,7 +199,7 @@ class Retention:
         The latter are of earlier attempts, or of process groups of this one that did not commit them: one of that step, or of a
         later one, has been committed.
         """
-        out = {row.checkpoint_id for row in self._rows if isinstance(row, typed_rows.RetireRow)}
+        out, referred = self._retired(), self._referred()
         checkpoints = list(run_rows.checkpoint_rows(self._rows).values())
         named = {folder_name_of(row.manifest_uri): row.checkpoint_id for row in checkpoints}
         known, newest = set(named.values()), max((row.step for row in checkpoints), default=0)
@@ -182,7 +207,7 @@ class Retention:
         attempts = [name for name in files.children(run) if attempt_of(name) is not None]
         for name in [f"{each}/{step}" for each in attempts for step in files.children(below(run, each))]:
             checkpoint_id, attempt, staged = named.get(name), attempt_of(name), _STAGED.search(name)
-            if checkpoint_id in out:
+            if checkpoint_id in out and name not in referred:
                 yield below(run, name)
             elif checkpoint_id is None and attempt is not None and staged is not None:
                 step, nonce, group = staged.groups()

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from dlac_pipeline.checkpoint.collectives import RankTree
 from dlac_pipeline.checkpoint.engines.engine import Engine, Weights
 from dlac_pipeline.checkpoint.engines.exact_load import load_exactly
+from dlac_pipeline.checkpoint.engines.frozen import frozen_storages
 from dlac_pipeline.checkpoint.engines.rank_buffers import load_buffers, save_buffers
 from dlac_pipeline.checkpoint.engines.shards import (
     Layout,
@@ -62,7 +63,8 @@ class DistributedState(Engine):
 
     def save(self, folder: Path, write: Write) -> None:
         """Every rank's parts and an index."""
-        writer, planner, last = ShardWriter(folder, write), PlainSavePlanner(), self._layout
+        writer = ShardWriter(folder, write, frozen=frozen_storages([self._model]))
+        planner, last = PlainSavePlanner(), self._layout
         self._layout = None
         with _together(folder) as alone:
             state = {
