@@ -40,7 +40,11 @@ def check_cell(campaign: Arena, engine: str, mode: str, *phases: str) -> None:
         every_steps=EVERY,
         steps=last,
         mode=mode,
+        frozen_mb=4,
     )
+    if engine == "dcp":  # with a frozen table, to which later checkpoints of an attempt refer
+        places = {"store": str(campaign.home / "far"), "keep_last": 2}
+        spec = spec.model_copy(update={"checkpoint": spec.checkpoint.model_copy(update=places)})
     launch = campaign.launch(spec)
     assert launch.wait() == 0, launch.stderr
     resumed = [step if phase == "after-commit" else step - EVERY for phase, step in deaths.items()]
@@ -49,6 +53,7 @@ def check_cell(campaign: Arena, engine: str, mode: str, *phases: str) -> None:
     steps = list(range(EVERY, last + 1, EVERY))
     assert [row.step for row in campaign.lineage(run)] == steps
     assert len(campaign.rows(run, CheckpointRow)) == len(steps)
+    assert any(row.refers_to for row in campaign.lineage(run)) == (engine == "dcp")
     verdicts = verify_checkpoints(campaign.lakehouse, run, files=tiers_of(spec).files)
     assert all(verdict.problem is None for verdict in verdicts)
     journal, reference = campaign.journal(run), campaign.journal("reference")

@@ -1,5 +1,6 @@
 """The choice of the adapter of a state. A replicated one is loaded from a mapped file, which may be written afterwards."""
 
+import os
 import random
 from functools import partial
 from pathlib import Path
@@ -83,6 +84,23 @@ def test_no_part_keeps_the_file(tmp_path: Path, swaps: bool) -> None:
 def draw() -> list[float]:
     """Draw the next number of each generator."""
     return [random.random(), float(np.random.random()), float(torch.rand(()))]
+
+
+def test_frozen_weights_have_own_file(tmp_path: Path) -> None:
+    """The parts are loaded as they were, in their order. A memory state may have such a file from before the weights thawed."""
+    model = torch.nn.Sequential(torch.nn.Linear(600, 600).requires_grad_(False), torch.nn.Linear(600, 1))
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder in (first, second):
+        folder.mkdir()
+        TorchState(model=model, twin=model[0]).save(folder, Direct().write)
+        model.requires_grad_(True)
+    assert {each.name for each in first.iterdir()} == {"torch-state.pt", "torch-frozen.pt"}
+    assert (first / "torch-state.pt").stat().st_size < 10_000
+    os.link(first / "torch-frozen.pt", second / "torch-frozen.pt")
+    for part, state in TorchState.parts_in(first).items():
+        thawed = TorchState.parts_in(second)[part]
+        assert [*state] == [*thawed]
+        assert all(torch.equal(each, thawed[name]) for name, each in state.items())
 
 
 def test_generators_resume_where_saved(tmp_path: Path) -> None:
