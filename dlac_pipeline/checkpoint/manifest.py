@@ -81,10 +81,10 @@ class Manifest:
         """The manifest as it is stored."""
         columns = asdict(self)
         for entry in columns["files"]:
-            if entry["folder"]:
-                columns["format_version"] = _WITH_FOLDERS
-            else:
+            if entry["folder"] == "":
                 del entry["folder"]
+            else:
+                columns["format_version"] = _WITH_FOLDERS
         return json.dumps(columns, sort_keys=True, default=str, separators=(",", ":")).encode()
 
 

@@ -13,7 +13,7 @@ def test_frozen_table_needs_room_once(campaign: Arena, small_disk: Path) -> None
     spec = campaign.spec("table", "train_fsdp2.py", store=str(small_disk), passes=1, every_steps=5, frozen_mb=4)
     launch = campaign.launch(spec)
     assert launch.wait() == 0, launch.stderr
-    assert [row.bytes > 4 << 20 for row in campaign.lineage("table")] == [True] * len(launch.of("checkpoint"))
+    assert min(row.bytes or 0 for row in campaign.lineage("table")) > 4 << 20
 
 
 @pytest.mark.parametrize("mode", [pytest.param("synchronous", marks=pytest.mark.soak), "asynchronous"])

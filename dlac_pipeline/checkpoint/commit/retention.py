@@ -162,32 +162,29 @@ class Retention:
         """The checkpoint is the head, and these are retired: remove their files, in a thread."""
         gone, before = set(retired), self._referred()
         self._rows += [checkpoint, *(typed_rows.RetireRow(checkpoint_id=each) for each in gone)]
-        after, out = self._referred(), self._retired()
-        folders = []
-        for row in run_rows.checkpoint_rows(self._rows).values():
-            name = folder_name_of(row.manifest_uri)
-            is_freed = row.checkpoint_id in out and name in before  # by the retirement of the last that referred to it
-            if (row.checkpoint_id in gone or is_freed) and name not in after:
-                folders.append(folder_uri(row.manifest_uri))
-        self._removal.begin(folders)
+        kept, after = self._kept(), self._referred()
+        freed = before - kept.keys()  # folders of retired checkpoints, from the last that referred to them
+        found = {folder_name_of(row.manifest_uri): row for row in run_rows.checkpoint_rows(self._rows).values()}
+        due = [row for name, row in found.items() if name not in after and (row.checkpoint_id in gone or name in freed)]
+        self._removal.begin([folder_uri(row.manifest_uri) for row in due])
 
     def check_kept(self, folders: Collection[str]) -> None:
-        """Raise `CheckpointDamaged` unless kept checkpoints need all these folders, so that no process removes one."""
-        rows, out = run_rows.checkpoint_rows(self._rows), self._retired()
-        kept = {folder_name_of(row.manifest_uri) for name, row in rows.items() if name not in out}
-        if missing := set(folders) - kept - self._referred():
+        """Raise `CheckpointDamaged` unless kept checkpoints need these folders, so that no process removes one."""
+        if missing := set(folders) - self._kept().keys() - self._referred():
             raise CheckpointDamaged(
-                f"expected kept checkpoints to need the files in {sorted(missing)!r}, to which this one refers, found that they "
-                "were retired: start the run again, and its next checkpoint has all files"
+                f"expected the files in {sorted(missing)!r}, to which this checkpoint refers, found that an operator has retired "
+                "them: start the run again, and its next checkpoint has all files"
             )
 
-    def _retired(self) -> set[str]:
-        return {row.checkpoint_id for row in self._rows if isinstance(row, typed_rows.RetireRow)}
+    def _kept(self) -> dict[str, typed_rows.CheckpointRow]:
+        """Return the checkpoints that are not retired, by the names of their folders."""
+        out = {row.checkpoint_id for row in self._rows if isinstance(row, typed_rows.RetireRow)}
+        rows = run_rows.checkpoint_rows(self._rows).values()
+        return {folder_name_of(row.manifest_uri): row for row in rows if row.checkpoint_id not in out}
 
     def _referred(self) -> set[str]:
-        """Return the names of the folders that checkpoints refer to. They stay, also of a retired checkpoint."""
-        rows, out = run_rows.checkpoint_rows(self._rows), self._retired()
-        return {folder for name, row in rows.items() if name not in out for folder in row.refers_to}
+        """Return the folders to which these refer. They stay, also of retired ones."""
+        return {folder for row in self._kept().values() for folder in row.refers_to}
 
     def sweep(self) -> None:
         """Remove the remains of retired checkpoints now. No thread is running."""
@@ -199,10 +196,14 @@ class Retention:
         The latter are of earlier attempts, or of process groups of this one that did not commit them: one of that step, or of a
         later one, has been committed.
         """
-        out, referred = self._retired(), self._referred()
+        out = {row.checkpoint_id for row in self._rows if isinstance(row, typed_rows.RetireRow)}
         checkpoints = list(run_rows.checkpoint_rows(self._rows).values())
         named = {folder_name_of(row.manifest_uri): row.checkpoint_id for row in checkpoints}
-        known, newest = set(named.values()), max((row.step for row in checkpoints), default=0)
+        known, referred, newest = (
+            set(named.values()),
+            self._referred(),
+            max((row.step for row in checkpoints), default=0),
+        )
         files, run = self._files, self._tiers.durable_run()
         attempts = [name for name in files.children(run) if attempt_of(name) is not None]
         for name in [f"{each}/{step}" for each in attempts for step in files.children(below(run, each))]:

@@ -32,7 +32,8 @@ _FORMAT_VERSION = 2
 INDEX = "shards-index.pt"
 Offsets = Mapping[str, Sequence[int]]
 """Place of a tensor's first element in the whole tensor, by name."""
-_Parts = tuple[dict[str, dict[str, Any]], Offsets, Sequence[tuple[str, Any]]]
+_Tensors = dict[str, dict[str, Any]]
+_Parts = tuple[_Tensors, Offsets, Sequence[tuple[str, Any]]]
 
 
 class _AsPlanned:
@@ -67,9 +68,7 @@ class Layout:
 class ShardWriter(_AsPlanned, StorageWriter):
     """Passes every rank's parts, and at the coordinator the index, to `write`. A failure is kept for the vote: DCP continues."""
 
-    def __init__(
-        self, folder: Path, write: Write, *, adopted: bool = False, frozen: Collection[Key] = frozenset()
-    ) -> None:
+    def __init__(self, folder: Path, write: Write, *, adopted: bool = False, frozen: Collection[Key] = ()) -> None:
         """`adopted`: another program saved the state, which may lack parts that a script has. `frozen`: storages."""
         self.failure: OSError | SpecInvalid | None = None
         self._folder = folder
@@ -101,7 +100,7 @@ class ShardWriter(_AsPlanned, StorageWriter):
             self._hand_over(INDEX, lambda: self.layout.index)
 
     def _lay_out(self, plan: planners.SavePlan, planner: Any) -> "tuple[Layout, _Parts]":
-        tensors: dict[str, dict[str, Any]] = {self._tensor_file: {}, self._frozen_file: {}}
+        tensors: _Tensors = {self._tensor_file: {}, self._frozen_file: {}}
         offsets: dict[str, Sequence[int]] = {}
         others: list[tuple[str, Any]] = []
         results = []
@@ -123,9 +122,7 @@ class ShardWriter(_AsPlanned, StorageWriter):
         layout = Layout(rank=self._rank, shapes=_shapes(planner), plan=plan, results=results)
         return layout, (tensors, offsets, others)
 
-    def _hand_over_parts(
-        self, tensors: dict[str, dict[str, Any]], offsets: Offsets, others: Sequence[tuple[str, Any]]
-    ) -> None:
+    def _hand_over_parts(self, tensors: _Tensors, offsets: Offsets, others: Sequence[tuple[str, Any]]) -> None:
         for file, found in tensors.items():
             content = partial(TensorFile, found, sharding_info({name: offsets[name] for name in found}))
             if found:

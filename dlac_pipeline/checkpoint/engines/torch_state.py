@@ -14,13 +14,12 @@ from torch.optim import Optimizer
 
 from dlac_pipeline.checkpoint.engines.engine import Engine, Weights
 from dlac_pipeline.checkpoint.engines.exact_load import load_exactly
-from dlac_pipeline.checkpoint.engines.frozen import frozen_storages
 from dlac_pipeline.checkpoint.engines.model_names import bare_names
 from dlac_pipeline.checkpoint.engines.rank_buffers import load_buffers, save_buffers
 from dlac_pipeline.checkpoint.engines.safe_load import load_tensors, plain_state
 from dlac_pipeline.checkpoint.stage.copies import Write
 from dlac_pipeline.checkpoint.stage.streamed_file import Frozen
-from dlac_pipeline.checkpoint.stage.watch import storage_key
+from dlac_pipeline.checkpoint.stage.watch import frozen_storages, plain_tensors, storage_key
 from dlac_pipeline.lakehouse.errors import CheckpointError, SpecInvalid
 
 
@@ -60,7 +59,7 @@ class TorchState(Engine):
             states[self._GROUPS] = groups
             if frozen := self._take_frozen(states):
                 states[self._FROZEN] = "torch-frozen.pt"
-                write(folder / states[self._FROZEN], Frozen(frozen))
+                write(folder / states[self._FROZEN], Frozen(plain_state(frozen)))
             self.write_parts(folder, write, states)
         save_buffers(folder, self._parts, write)
 
@@ -108,12 +107,12 @@ class TorchState(Engine):
 
     def _take_frozen(self, states: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
         """Return the frozen tensors of modules by part and name, and replace them in `states` by None."""
-        storages = frozen_storages(self._parts.values())
-        taken = {}
+        storages, taken = frozen_storages(self._parts.values()), {}
         for part, state in states.items() if storages else ():
             if isinstance(self._parts.get(part), Module) and isinstance(state, dict):
-                tensors = {name: each for name, each in state.items() if isinstance(each, torch.Tensor)}
-                found = {name: each for name, each in tensors.items() if storage_key(each) in storages}
+                found = {
+                    name: each for name, each in state.items() if storages & {*map(storage_key, plain_tensors([each]))}
+                }
                 taken[part], states[part] = found, copy.copy(state)  # which keeps the attributes of a state
                 states[part].update(dict.fromkeys(found))
         return taken

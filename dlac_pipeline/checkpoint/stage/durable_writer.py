@@ -88,15 +88,14 @@ class DurableWriter:
 
     def _write(self, state: Any, path: Path) -> tuple[Written, str]:
         """Write a file, or link an equal one of the last checkpoint. Return the folder in the store of one that is `Frozen`."""
+        if not isinstance(state, Frozen):
+            return write_state(state, path, direct=not self._copied), ""
         last = self._last.get(name := str(path.relative_to(self._folder)))
-        if isinstance(state, Frozen) and last is not None:
-            found = write_state(state, None)
-            if (found.bytes, found.digest) == (last.bytes, last.digest):
-                with suppress(OSError):  # it is written again, as in a file system without hard links
-                    os.link(self._last_folder / name, path)
-                    return found, last.folder if self._copied else self._name
-        written = write_state(state, path, direct=not self._copied)
-        return written, self._name if isinstance(state, Frozen) else ""
+        if last is not None and (found := write_state(state, None)).digest == last.digest:
+            with suppress(OSError):  # it is written again, as in a file system without hard links
+                os.link(self._last_folder / name, path)
+                return found, last.folder if self._copied else self._name
+        return write_state(state, path, direct=not self._copied), self._name
 
     def _make_durable(self, path: Path, entry: FileEntry) -> None:
         if self._copied:  # the local copy needs no fsync, because it is used only if its digests match

@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 from dlac_pipeline.checkpoint.collectives import RankTree
 from dlac_pipeline.checkpoint.engines.engine import Engine, Weights
 from dlac_pipeline.checkpoint.engines.exact_load import load_exactly
-from dlac_pipeline.checkpoint.engines.frozen import frozen_storages
 from dlac_pipeline.checkpoint.engines.rank_buffers import load_buffers, save_buffers
 from dlac_pipeline.checkpoint.engines.shards import (
     Layout,
@@ -32,6 +31,7 @@ from dlac_pipeline.checkpoint.engines.shards import (
 )
 from dlac_pipeline.checkpoint.engines.torch_state import TorchState, reshard
 from dlac_pipeline.checkpoint.stage.copies import Write
+from dlac_pipeline.checkpoint.stage.watch import frozen_storages
 from dlac_pipeline.extensions.sharded.optimizer_states import OptimizerStates
 from dlac_pipeline.lakehouse.errors import CheckpointError, DlacError
 
