@@ -2,8 +2,9 @@
 
 import shutil
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial, partialmethod
 from typing import Any
+from unittest.mock import Mock
 
 import pyarrow.fs as pafs
 import pytest
@@ -15,7 +16,7 @@ from dlac_pipeline import DistributedState, TorchState
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.checkpoint.commit.retention import Retention
 from dlac_pipeline.checkpoint.manifest import read_manifest
-from dlac_pipeline.checkpoint.store import folder_of, tiers_of
+from dlac_pipeline.checkpoint.store import folder_name_of, tiers_of
 from dlac_pipeline.extensions.exchange.fork import fork_run
 from dlac_pipeline.extensions.kept_checkpoints.listing import verify_checkpoints
 from dlac_pipeline.extensions.kept_checkpoints.tags import name_checkpoint, unname_checkpoint
@@ -27,43 +28,28 @@ from dlac_pipeline.spec.job_spec import JobSpec
 from tests.conftest import Arena, wait_until
 from tests.object_store import ObjectStore
 
-BASE = "torch-frozen.pt"
 ENGINES = pytest.mark.parametrize("engine", [TorchState, DistributedState])
-
-
-class Adapted(nn.Module):
-    """A frozen base of 1.4 MB and an adapter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.base = nn.Linear(600, 600).requires_grad_(False)
-        self.adapter = nn.Linear(600, 1)
+Change = Callable[[int, Any], object]
 
 
 def train(
-    arena: Arena,
-    spec: JobSpec,
-    engine: type[Any] = TorchState,
-    *,
-    until: int = 0,
-    change: Callable[[int, Any], None] = lambda step, model: None,
-) -> dict[str, torch.Tensor]:
-    """Train the adapter. The process "dies" in step `until`. `change` is called after each step. Return the weights."""
-    model = Adapted()
-    optimizer = torch.optim.Adam(model.adapter.parameters())
+    arena: Arena, spec: JobSpec, until: int = 0, engine: Any = TorchState, change: Change = lambda step, model: None
+) -> dict[str, Any]:
+    """Train an adapter of a base of 1.4 MB. The process "dies" in step `until`. Return the weights after the last step."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(600, 600).requires_grad_(False), nn.Linear(600, 1))
+    optimizer = torch.optim.Adam(model[1].parameters())
     with arena.training_run(spec) as run:
         run.restore(engine(model=model, optimizer=optimizer))
         for batch in run.batches():
             if batch.step == until:
                 break
-            loss = model.adapter(model.base(torch.full((1, 600), float(batch.step)))).sum()
             optimizer.zero_grad()
-            loss.backward()
+            model(torch.full((1, 600), float(batch.step))).sum().backward()
             optimizer.step()
             change(batch.step, model)
-            run.step_done(loss)
-    return {name: each.detach().clone() for name, each in model.state_dict().items()}
+            run.step_done(0.0)
+    return model.state_dict()
 
 
 @pytest.fixture
@@ -74,180 +60,145 @@ def spec(arena: Arena) -> JobSpec:
     return arena.spec("r1", world_size=1, batch_size=16, key_groups=4, every_steps=3, passes=3, **places)
 
 
-def with_settings(spec: JobSpec, **settings: Any) -> JobSpec:
+def changed(spec: JobSpec, **settings: Any) -> JobSpec:
     """Return the spec with other settings of checkpoints."""
     return spec.model_copy(update={"checkpoint": spec.checkpoint.model_copy(update=settings)})
 
 
-def steps_of_bases(arena: Arena, spec: JobSpec, run: str = "r1") -> dict[int, int | None]:
-    """Return the step of the folder that has the base of each checkpoint in the store, or None without one."""
+def bases(arena: Arena, spec: JobSpec) -> dict[int, int | None]:
+    """Check each file of each kept checkpoint. Return step -> step of the folder that has its base, None without one."""
+    assert not any(each.problem for each in verify_checkpoints(arena.lakehouse, spec.run, files=tiers_of(spec).files))
+    gone = {each.checkpoint_id for each in arena.rows(spec.run, RetireRow)}
     found: dict[int, int | None] = {}
-    for row in arena.rows(run, CheckpointRow):
-        if row.checkpoint_id not in {each.checkpoint_id for each in arena.rows(run, RetireRow)}:
-            manifest = read_manifest(row.manifest_uri, row.manifest_digest, tiers_of(spec).files)
-            folders = {entry.folder for entry in manifest.files if "frozen" in entry.path}
-            found[row.step] = int(folders.pop().split("-")[2]) if folders else None
+    for row in arena.rows(spec.run, CheckpointRow):
+        if row.checkpoint_id not in gone:
+            files = read_manifest(row.manifest_uri, row.manifest_digest, tiers_of(spec).files).files
+            found[row.step] = next((int(each.folder.split("-")[2]) for each in files if each.folder), None)
     return found
 
 
-def folders(place: Path) -> list[int]:
-    """Return the steps of the folders in a place."""
-    return sorted(int(each.name.split("-")[1]) for each in place.glob("r1/attempt-*/step-*"))
-
-
-def check_whole(arena: Arena, spec: JobSpec) -> None:
-    """Check each file of each checkpoint that is kept."""
-    verdicts = verify_checkpoints(arena.lakehouse, "r1", files=tiers_of(spec).files)
-    assert [each.problem for each in verdicts if each.problem] == []
+def wait_for_folders(arena: Arena, *steps: int) -> None:
+    """Wait until the store has the folders of these steps only."""
+    far = arena.home / "far"
+    wait_until(lambda: sorted(int(each.name[5:14]) for each in far.glob("*/*/step-*")) == [*steps], what=f"{steps}")
 
 
 @ENGINES
-@pytest.mark.parametrize("places", [1, 2])
-def test_base_is_stored_once(arena: Arena, spec: JobSpec, engine: type[Any], places: int) -> None:
+@pytest.mark.parametrize("places", ["one", "two", "bucket"])
+def test_base_is_stored_once(arena: Arena, spec: JobSpec, places: str, engine: Any, store: ObjectStore) -> None:
     """Four checkpoints take one base in each place. The next attempt resumes from the last one, equal in every bit."""
-    if places == 1:
-        spec = with_settings(spec, store=spec.checkpoint.local)
-    base = train(arena, spec, engine, until=13)["base.weight"].nbytes
-    for place in {spec.checkpoint.local, spec.checkpoint.store}:
-        files = [each.stat() for each in Path(place).rglob("*") if each.is_file()]
+    if places != "two":
+        bucket = {"store": "s3://lake/checkpoints", "store_properties": store.properties()}
+        spec = changed(spec, **(bucket if places == "bucket" else {"store": spec.checkpoint.local}))
+    base = train(arena, spec, 13, engine)["0.weight"].nbytes
+    for place in (each for each in (arena.home / "near", arena.home / "far") if each.exists()):
+        files = [each.stat() for each in place.rglob("*") if each.is_file()]
         assert base < sum({each.st_ino: each.st_size for each in files}.values()) < 1.3 * base
-    shutil.rmtree(Path(spec.checkpoint.local) / "r1" / "locks", ignore_errors=True)
-    resumed = train(arena, spec, engine)
-    alone = train(arena, spec.model_copy(update={"run": "r2"}), engine)
+    if places == "bucket":
+        objects = store.files.get_file_info(pafs.FileSelector("lake/checkpoints/r1", recursive=True))
+        assert sum("frozen" in each.base_name for each in objects) == 1
+        shutil.rmtree(arena.home / "near")
+    resumed, alone = (train(arena, spec.model_copy(update={"run": run}), engine=engine) for run in ("r1", "r2"))
     assert all(torch.equal(each, resumed[name]) for name, each in alone.items())
     assert audit_run(arena.lakehouse, "r1").exact
-    check_whole(arena, spec)
-
-
-def test_object_store_has_one_base(arena: Arena, spec: JobSpec, store: ObjectStore) -> None:
-    """Of an attempt, one base is uploaded. A machine without files resumes from there, and whole files are exported."""
-    spec = with_settings(spec, store="s3://lake/checkpoints", store_properties=store.properties())
-    train(arena, spec, until=13)
-    found = store.files.get_file_info(pafs.FileSelector("lake/checkpoints/r1", recursive=True))
-    assert [each.base_name for each in found].count(BASE) == 1
-    shutil.rmtree(arena.home / "near")
-    resumed = train(arena, spec)
-    alone = train(arena, spec.model_copy(update={"run": "r2"}))
-    assert all(torch.equal(each, resumed[name]) for name, each in alone.items())
-    check_whole(arena, spec)
+    assert len(bases(arena, spec)) == 8
 
 
 @ENGINES
-@pytest.mark.parametrize("how", ["written", "thawed"])
-def test_changed_base_is_stored_again(arena: Arena, spec: JobSpec, engine: type[Any], how: str) -> None:
-    """A write that makes no version is found. A base that is thawed is an ordinary part of the state."""
+@pytest.mark.parametrize(
+    ("how", "own"),
+    [("written", [3, 3, 9, 9, 9]), ("thawed", [3, 3, None, None, None]), ("unlinked", [3, 6, 9, 12, 15])],
+)
+def test_changed_base_is_stored_again(
+    arena: Arena, spec: JobSpec, engine: Any, how: str, own: list[int | None]
+) -> None:
+    """A write that makes no version is found, and a file system without links. A thawed base is no file of its own."""
 
     def change(step: int, model: Any) -> None:
         if step == 8 and how == "written":
-            model.base.weight.data[300, 300] += 1
-        elif step == 8:
-            model.base.requires_grad_(True)
+            model[0].weight.data[300, 300] += 1
+        elif step == 8 and how == "thawed":
+            model.requires_grad_(True)
 
-    weights = train(arena, spec, engine, until=16, change=change)
-    own = 9 if how == "written" else None
-    assert steps_of_bases(arena, spec) == {3: 3, 6: 3, 9: own, 12: own, 15: own}
+    if how == "unlinked":
+        arena.monkeypatch.setattr("dlac_pipeline.checkpoint.stage.durable_writer.os.link", Mock(side_effect=OSError))
+    weights = train(arena, spec, 16, engine, change)
+    assert [*bases(arena, spec).values()] == own
     shutil.rmtree(arena.home / "near")
-    resumed = train(arena, spec, engine, until=16)
+    resumed = train(arena, spec, 16, engine)
     assert all(torch.equal(each, resumed[name]) for name, each in weights.items())
-
-
-def test_file_systems_without_links(arena: Arena, spec: JobSpec) -> None:
-    """Where no hard link can be made, every checkpoint has its own base."""
-
-    def refuse(*args: Any) -> None:
-        raise PermissionError
-
-    arena.monkeypatch.setattr("dlac_pipeline.checkpoint.stage.durable_writer.os.link", refuse)
-    train(arena, spec, until=7)
-    assert steps_of_bases(arena, spec) == {3: 3, 6: 6}
 
 
 def test_retention_keeps_referred_folders(arena: Arena, spec: JobSpec) -> None:
     """The folder of a retired checkpoint stays while a kept or tagged one refers to it, and goes with the last of them."""
-    spec, far = with_settings(spec, keep_last=2), arena.home / "far"
-    train(arena, spec, until=13)
-    assert steps_of_bases(arena, spec) == {9: 3, 12: 3}
-    wait_until(lambda: folders(far) == [3, 9, 12], what="the removal of step 6")
+    spec = changed(spec, keep_last=2)
+    train(arena, spec, 13)
+    assert bases(arena, spec) == {9: 3, 12: 3}
+    wait_for_folders(arena, 3, 9, 12)
     name_checkpoint(Ledger(arena.lakehouse), "r1", "best", step=9)
-    train(arena, spec, until=19)
-    assert steps_of_bases(arena, spec) == {9: 3, 15: 15, 18: 15}
-    wait_until(lambda: folders(far) == [3, 9, 15, 18], what="the removal of step 12")
-    check_whole(arena, spec)
+    train(arena, spec, 19)
+    assert bases(arena, spec) == {9: 3, 15: 15, 18: 15}
+    wait_for_folders(arena, 3, 9, 15, 18)
     unname_checkpoint(Ledger(arena.lakehouse), "r1", "best")
     train(arena, spec)
-    wait_until(lambda: folders(far) == [21, 23], what="the removal of all that nothing refers to")
-    check_whole(arena, spec)
+    assert bases(arena, spec) == {21: 21, 23: 21}
+    wait_for_folders(arena, 21, 23)
 
 
 def test_abandoned_branch_keeps_its_base(arena: Arena, spec: JobSpec) -> None:
     """After a rewind, checkpoints of both branches are whole. The old base goes when the old branch is retired."""
-    spec, far = with_settings(spec, keep_last=1), arena.home / "far"
-    train(arena, spec, until=7)
+    spec = changed(spec, keep_last=1)
+    train(arena, spec, 7)
     name_checkpoint(Ledger(arena.lakehouse), "r1", "first", step=6)
-    train(arena, spec, until=13)
+    train(arena, spec, 13)
     dlac.rewind_run(arena.lakehouse, "r1", nonce="n", step=6, exclude=["row_id = 119"], spec=spec)
     train(arena, spec)
-    assert steps_of_bases(arena, spec) == {6: 3, 12: 9, 23: 9}
-    wait_until(lambda: folders(far) == [3, 6, 9, 9, 12, 23], what="the removal of the retired")
-    check_whole(arena, spec)
+    assert bases(arena, spec) == {6: 3, 12: 9, 23: 9}
+    wait_for_folders(arena, 3, 6, 9, 9, 12, 23)
     dlac.retire_checkpoints(arena.lakehouse, "r1", spec)
-    assert folders(far) == [3, 6, 9, 23]
-    check_whole(arena, spec)
+    wait_for_folders(arena, 3, 6, 9, 23)
+    assert bases(arena, spec) == {6: 3, 23: 9}
 
 
-def test_damaged_base_is_left_behind(arena: Arena, spec: JobSpec) -> None:
-    """All checkpoints that refer to a damaged base are quarantined by one look at it. The next one has a base of its own."""
-    train(arena, spec, until=7)
-    train(arena, spec, until=16)
-    (base,) = (arena.home / "far").glob(f"r1/attempt-0002/*/{BASE}")
+@pytest.mark.parametrize("places", ["one", "two"])
+def test_damaged_base_is_left_behind(arena: Arena, spec: JobSpec, places: str) -> None:
+    """Checkpoints that refer to a damaged base are quarantined after one look at it. The next one has a base of its own."""
+    spec = changed(spec, store=spec.checkpoint.local) if places == "one" else spec
+    train(arena, spec, 7)
+    train(arena, spec, 16)
+    place = arena.home / ("near" if places == "one" else "far")
+    base = min(place.glob("r1/attempt-0002/*/torch-frozen.pt"))
     base.write_bytes(base.read_bytes()[::-1])
-    shutil.rmtree(arena.home / "near")
-    train(arena, spec, until=10)
-    quarantined = arena.rows("r1", QuarantinedCheckpointRow)
-    assert [f"{base.as_uri()!r} to have digest" in row.reason for row in quarantined] == [True] * 3
-    assert sum("found another one before" in row.reason for row in quarantined) == 2
-    assert arena.lineage("r1")[-1].parent == arena.lineage("r1")[1].checkpoint_id
-    check_whole(arena, spec)
-
-
-def test_linked_file_is_digested_once(arena: Arena, spec: JobSpec) -> None:
-    """In one place, checkpoints that share a damaged file are refused without another look at its content."""
-    spec = with_settings(spec, store=spec.checkpoint.local)
-    train(arena, spec, until=10)
-    paths = sorted((arena.home / "near").glob(f"r1/*/*/{BASE}"))
-    paths[0].write_bytes(paths[0].read_bytes()[::-1])
     looks = []
-
-    class Files(StoreFiles):
-        def digest(self, address: str) -> tuple[int, str]:
-            looks.append(address)
-            return super().digest(address)
-
-    files = Files()
-    verdicts = list(verify_checkpoints(arena.lakehouse, "r1", files=files))
-    assert [each.problem is None for each in verdicts] == [False] * 3
-    assert sum(each.endswith(BASE) for each in looks) == 1
+    for name in ("fetch", "digest"):
+        look = partial(lambda real, *given: looks.append(given[1]) or real(*given), getattr(StoreFiles, name))
+        arena.monkeypatch.setattr(StoreFiles, name, partialmethod(look))
+    if places == "two":
+        shutil.rmtree(arena.home / "near")
+    train(arena, spec, 10)
+    quarantined = arena.rows("r1", QuarantinedCheckpointRow)
+    assert ["torch-frozen.pt" in row.reason for row in quarantined] == [True] * 3
+    assert sum(f"{place}/r1/attempt-0002" in each and "frozen" in each for each in looks) == 1
+    assert arena.lineage("r1")[-1].parent == arena.lineage("r1")[1].checkpoint_id
 
 
 def test_fork_has_files_of_its_own(arena: Arena, spec: JobSpec) -> None:
-    """A fork of a checkpoint that refers to another one continues equally, after the parent's files are gone."""
-    train(arena, spec, until=7)
-    other = spec.model_copy(update={"run": "r2"})
-    fork_run(arena.lakehouse, other, "r1", step=6)
+    """A fork of a checkpoint that refers to another one is whole after the parent's files are gone."""
+    weights = train(arena, spec, 7)
+    spec = spec.model_copy(update={"run": "r2"})
+    fork_run(arena.lakehouse, spec, "r1", step=6)
     shutil.rmtree(arena.home / "far" / "r1")
     shutil.rmtree(arena.home / "near")
-    forked = train(arena, other, until=2)
-    assert steps_of_bases(arena, other, "r2") == {0: 0}
-    assert not torch.equal(forked["adapter.weight"], Adapted().adapter.weight)
+    forked = train(arena, spec, 1)
+    assert all(torch.equal(each, forked[name]) for name, each in weights.items())
+    assert bases(arena, spec) == {0: 0}
 
 
 def test_retired_parent_refuses_commit(arena: Arena, spec: JobSpec) -> None:
     """A checkpoint cannot refer to one that an operator has retired meanwhile, because its files may be gone."""
-    train(arena, spec, until=4)
-    rows = arena.rows("r1")
-    (row,) = arena.lineage("r1")
-    name = "/".join(folder_of(row.manifest_uri).parts[-2:])
-    Retention(spec.checkpoint, tiers_of(spec), 1, rows).check_kept([name])
-    rows.append(RetireRow(checkpoint_id=row.checkpoint_id))
-    with pytest.raises(CheckpointDamaged, match=r"retired: start the run again"):
-        Retention(spec.checkpoint, tiers_of(spec), 1, rows).check_kept([name])
+    train(arena, spec, 4)
+    rows, (row,) = arena.rows("r1"), arena.lineage("r1")
+    Retention(spec.checkpoint, tiers_of(spec), 1, rows).check_kept([folder_name_of(row.manifest_uri)])
+    retired = Retention(spec.checkpoint, tiers_of(spec), 1, [*rows, RetireRow(checkpoint_id=row.checkpoint_id)])
+    with pytest.raises(CheckpointDamaged, match=r"retired them: start the run again"):
+        retired.check_kept([folder_name_of(row.manifest_uri)])
