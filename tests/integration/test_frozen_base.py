@@ -14,9 +14,8 @@ from torch import nn
 import dlac_pipeline as dlac
 from dlac_pipeline import DistributedState, TorchState
 from dlac_pipeline.audit.audit import audit_run
-from dlac_pipeline.checkpoint.commit.retention import Retention
 from dlac_pipeline.checkpoint.manifest import read_manifest
-from dlac_pipeline.checkpoint.store import folder_name_of, tiers_of
+from dlac_pipeline.checkpoint.store import tiers_of
 from dlac_pipeline.extensions.exchange.fork import fork_run
 from dlac_pipeline.extensions.kept_checkpoints.listing import verify_checkpoints
 from dlac_pipeline.extensions.kept_checkpoints.tags import name_checkpoint, unname_checkpoint
@@ -52,17 +51,11 @@ def train(
     return model.state_dict()
 
 
-@pytest.fixture
-def spec(arena: Arena) -> JobSpec:
-    """A run of 23 steps with a checkpoint every 3, made in one folder and copied to another."""
+def spec_of(arena: Arena, **settings: Any) -> JobSpec:
+    """Return a run of 23 steps with a checkpoint every 3, made in one folder and copied to another."""
     arena.table(appends=(70, 50), row_group_rows=20)
-    places = {"local": str(arena.home / "near"), "store": str(arena.home / "far")}
-    return arena.spec("r1", world_size=1, batch_size=16, key_groups=4, every_steps=3, passes=3, **places)
-
-
-def changed(spec: JobSpec, **settings: Any) -> JobSpec:
-    """Return the spec with other settings of checkpoints."""
-    return spec.model_copy(update={"checkpoint": spec.checkpoint.model_copy(update=settings)})
+    settings = {"local": str(arena.home / "near"), "store": str(arena.home / "far"), "every_steps": 3, **settings}
+    return arena.spec("r1", world_size=1, batch_size=16, key_groups=4, passes=3, **settings)
 
 
 def bases(arena: Arena, spec: JobSpec) -> dict[int, int | None]:
@@ -85,11 +78,10 @@ def wait_for_folders(arena: Arena, *steps: int) -> None:
 
 @ENGINES
 @pytest.mark.parametrize("places", ["one", "two", "bucket"])
-def test_base_is_stored_once(arena: Arena, spec: JobSpec, places: str, engine: Any, store: ObjectStore) -> None:
+def test_base_is_stored_once(arena: Arena, places: str, engine: Any, store: ObjectStore) -> None:
     """Four checkpoints take one base in each place. The next attempt resumes from the last one, equal in every bit."""
-    if places != "two":
-        bucket = {"store": "s3://lake/checkpoints", "store_properties": store.properties()}
-        spec = changed(spec, **(bucket if places == "bucket" else {"store": spec.checkpoint.local}))
+    bucket: dict[str, Any] = {"store": "s3://lake/checkpoints", "store_properties": store.properties()}
+    spec = spec_of(arena, **{"one": {"store": str(arena.home / "near")}, "two": {}, "bucket": bucket}[places])
     base = train(arena, spec, 13, engine)["0.weight"].nbytes
     for place in (each for each in (arena.home / "near", arena.home / "far") if each.exists()):
         files = [each.stat() for each in place.rglob("*") if each.is_file()]
@@ -109,10 +101,9 @@ def test_base_is_stored_once(arena: Arena, spec: JobSpec, places: str, engine: A
     ("how", "own"),
     [("written", [3, 3, 9, 9, 9]), ("thawed", [3, 3, None, None, None]), ("unlinked", [3, 6, 9, 12, 15])],
 )
-def test_changed_base_is_stored_again(
-    arena: Arena, spec: JobSpec, engine: Any, how: str, own: list[int | None]
-) -> None:
+def test_changed_base_is_stored_again(arena: Arena, engine: Any, how: str, own: list[int | None]) -> None:
     """A write that makes no version is found, and a file system without links. A thawed base is no file of its own."""
+    spec = spec_of(arena)
 
     def change(step: int, model: Any) -> None:
         if step == 8 and how == "written":
@@ -129,9 +120,9 @@ def test_changed_base_is_stored_again(
     assert all(torch.equal(each, resumed[name]) for name, each in weights.items())
 
 
-def test_retention_keeps_referred_folders(arena: Arena, spec: JobSpec) -> None:
+def test_retention_keeps_referred_folders(arena: Arena) -> None:
     """The folder of a retired checkpoint stays while a kept or tagged one refers to it, and goes with the last of them."""
-    spec = changed(spec, keep_last=2)
+    spec = spec_of(arena, keep_last=2)
     train(arena, spec, 13)
     assert bases(arena, spec) == {9: 3, 12: 3}
     wait_for_folders(arena, 3, 9, 12)
@@ -145,9 +136,9 @@ def test_retention_keeps_referred_folders(arena: Arena, spec: JobSpec) -> None:
     wait_for_folders(arena, 21, 23)
 
 
-def test_abandoned_branch_keeps_its_base(arena: Arena, spec: JobSpec) -> None:
+def test_abandoned_branch_keeps_its_base(arena: Arena) -> None:
     """After a rewind, checkpoints of both branches are whole. The old base goes when the old branch is retired."""
-    spec = changed(spec, keep_last=1)
+    spec = spec_of(arena, keep_last=1)
     train(arena, spec, 7)
     name_checkpoint(Ledger(arena.lakehouse), "r1", "first", step=6)
     train(arena, spec, 13)
@@ -160,20 +151,18 @@ def test_abandoned_branch_keeps_its_base(arena: Arena, spec: JobSpec) -> None:
     assert bases(arena, spec) == {6: 3, 23: 9}
 
 
-@pytest.mark.parametrize("places", ["one", "two"])
-def test_damaged_base_is_left_behind(arena: Arena, spec: JobSpec, places: str) -> None:
+@pytest.mark.parametrize("place", ["near", "far"])
+def test_damaged_base_is_left_behind(arena: Arena, place: str) -> None:
     """Checkpoints that refer to a damaged base are quarantined after one look at it. The next one has a base of its own."""
-    spec = changed(spec, store=spec.checkpoint.local) if places == "one" else spec
+    spec, looks = spec_of(arena, store=str(arena.home / place)), []
     train(arena, spec, 7)
     train(arena, spec, 16)
-    place = arena.home / ("near" if places == "one" else "far")
-    base = min(place.glob("r1/attempt-0002/*/torch-frozen.pt"))
+    base = min((arena.home / place).glob("r1/attempt-0002/*/torch-frozen.pt"))
     base.write_bytes(base.read_bytes()[::-1])
-    looks = []
     for name in ("fetch", "digest"):
         look = partial(lambda real, *given: looks.append(given[1]) or real(*given), getattr(StoreFiles, name))
         arena.monkeypatch.setattr(StoreFiles, name, partialmethod(look))
-    if places == "two":
+    if place == "far":
         shutil.rmtree(arena.home / "near")
     train(arena, spec, 10)
     quarantined = arena.rows("r1", QuarantinedCheckpointRow)
@@ -182,8 +171,9 @@ def test_damaged_base_is_left_behind(arena: Arena, spec: JobSpec, places: str) -
     assert arena.lineage("r1")[-1].parent == arena.lineage("r1")[1].checkpoint_id
 
 
-def test_fork_has_files_of_its_own(arena: Arena, spec: JobSpec) -> None:
+def test_fork_has_files_of_its_own(arena: Arena) -> None:
     """A fork of a checkpoint that refers to another one is whole after the parent's files are gone."""
+    spec = spec_of(arena)
     weights = train(arena, spec, 7)
     spec = spec.model_copy(update={"run": "r2"})
     fork_run(arena.lakehouse, spec, "r1", step=6)
@@ -194,11 +184,12 @@ def test_fork_has_files_of_its_own(arena: Arena, spec: JobSpec) -> None:
     assert bases(arena, spec) == {0: 0}
 
 
-def test_retired_parent_refuses_commit(arena: Arena, spec: JobSpec) -> None:
+def test_retired_parent_refuses_commit(arena: Arena) -> None:
     """A checkpoint cannot refer to one that an operator has retired meanwhile, because its files may be gone."""
-    train(arena, spec, 4)
-    rows, (row,) = arena.rows("r1"), arena.lineage("r1")
-    Retention(spec.checkpoint, tiers_of(spec), 1, rows).check_kept([folder_name_of(row.manifest_uri)])
-    retired = Retention(spec.checkpoint, tiers_of(spec), 1, [*rows, RetireRow(checkpoint_id=row.checkpoint_id)])
-    with pytest.raises(CheckpointDamaged, match=r"retired them: start the run again"):
-        retired.check_kept([folder_name_of(row.manifest_uri)])
+
+    def retire(step: int, model: Any) -> None:
+        if step == 4:
+            dlac.retire_checkpoints(arena.lakehouse, "r1", None, whole=True)
+
+    with pytest.raises(CheckpointDamaged, match="retired them: start the run again"):
+        train(arena, spec_of(arena), change=retire)
