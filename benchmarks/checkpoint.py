@@ -1,4 +1,4 @@
-"""Cost of a checkpoint of a model with ~100M parameters on the CPU: `python -m benchmarks.checkpoint [--quick] [--storage]`.
+"""Cost of a checkpoint of a model with ~100M parameters on the CPU: `python -m benchmarks.checkpoint [--quick]`.
 
 One rank alternates, alone on the node: DLAC's checkpoint, and one without DLAC: `torch.save` or DeepSpeed's
 `save_checkpoint`, each followed by an fsync of its files, and PyTorch's `torch.distributed.checkpoint.async_save`.
@@ -8,6 +8,9 @@ first checkpoint, which allocates memory on every side.
 
 With `--storage` only bytes are measured: of the same state's checkpoints with 1,024 key groups that all advance, and of what
 DLAC keeps beside the state: manifest with the reader's state, and ledger with all its metadata.
+
+Beside these, or alone with `--adapter`, an adapter of a frozen layer of 1 GB is trained (with `--quick` of 67 MB). The bytes
+of its checkpoints, which hard links of one file take once, are compared with the adapter's weights and moments.
 """
 
 import json
@@ -51,7 +54,10 @@ def main() -> None:
     if "--storage" in sys.argv[1:]:
         with tempfile.TemporaryDirectory(prefix="dlac-checkpoint-") as home:
             figures = measure_storage(Path(home), rounds)
-    for engine, mode in () if figures else _MEASURED:
+    for engine in ("torch", "dcp") if not figures else ():
+        with tempfile.TemporaryDirectory(prefix="dlac-checkpoint-") as home:
+            figures |= measure_adapter(Path(home), engine, width=4_096 if rounds == 4 else 16_384)
+    for engine, mode in () if {"--adapter", "--storage"} & {*sys.argv} else _MEASURED:
         with tempfile.TemporaryDirectory(prefix="dlac-checkpoint-") as home:
             measured = _measure(Path(home), engine, mode, rounds)
         print(json.dumps({"engine": engine, "mode": mode, "measured": measured}), flush=True)
@@ -77,6 +83,38 @@ def measure_storage(home: Path, rounds: int) -> dict[str, Figure]:
         ledger_bytes=ledger_bytes,
         checkpoints=len(rows),
     )
+
+
+def measure_adapter(home: Path, engine: str, *, width: int) -> dict[str, Figure]:
+    """Return the bytes of the first and of later checkpoints of an adapter, over those of its state."""
+    out = home / "sizes.json"
+    table = pa.table({"row_id": pa.array(np.arange(6))})
+    lakehouse = connect(LakehouseConfig().at_home(home))
+    lakehouse.create_namespace("src")
+    lakehouse.catalog.create_table("src.rows", table.schema).append(table)
+    raw = {
+        "run": "adapter",
+        "source": {"table": "src.rows", "columns": ["row_id"]},
+        "order": {"batch_size": 1, "key_groups": 1},
+        "checkpoint": {"every_steps": 1, "memory": "", "engine": engine},
+        "launch": {"script": str(_SCRIPT.with_name("adapter_rank.py"))},
+        "params": {"width": str(width), "out": str(out)},
+    }
+    Supervisor(Request(spec=parse_spec(raw, origin="the benchmark").resolved(home))).run()
+    sizes, seen, taken = json.loads(out.read_text()), set[int](), []
+    for row in Ledger(lakehouse).rows("adapter", kinds=(CheckpointRow,)):
+        found = {each.stat().st_ino: each.stat().st_size for each in folder_of(row.manifest_uri).iterdir()}
+        taken.append(sum(size for number, size in found.items() if number not in seen))
+        seen |= found.keys()
+    print(json.dumps({"engine": engine, "sizes": sizes, "bytes_of_checkpoints": taken}), flush=True)
+    later = statistics.median(taken[1:]) / sizes["adapter"]
+    return {
+        "adapter_base_bytes": Figure(value=sizes["base"], unit="bytes"),
+        "adapter_state_bytes": Figure(value=sizes["adapter"], unit="bytes"),
+        f"adapter_{engine}_first_over_state": Figure(value=taken[0] / sizes["adapter"], unit="ratio"),
+        f"adapter_{engine}_later_over_state": Figure(value=later, unit="ratio", bar="<= 1.1"),
+        "adapter_async_save_over_state": Figure(value=sizes["dcp"] / sizes["adapter"], unit="ratio"),
+    }
 
 
 def storage_figures(

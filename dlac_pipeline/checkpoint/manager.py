@@ -114,6 +114,8 @@ class CheckpointManager:
         keep = min(_LOCAL_COPIES, settings.keep_last or _LOCAL_COPIES)
         self._copies = LocalCopies(self._tiers, keep=keep, evicts=evicts, resumed_from=trained.parent_folder)
         self._memory = CopyMemory()
+        self._last: DurableWriter | None = None
+        """Writer of the last checkpoint that this rank's process group committed in this attempt."""
         self.gate = StepGate()
         """Gate in front of the optimizers' steps, open until the script's engine is known."""
         self._pending: Future[Committed] | None = None
@@ -136,7 +138,7 @@ class CheckpointManager:
         """Continue after a checkpoint that another process group of this attempt committed. None is in progress here."""
         self._trained = replace(self._trained, parent=parent, is_new=leg_is_new)
         self._committer = Committer(self._trained, self._spec, self._lakehouse, self._tiers)
-        self.head, self._failure = parent, None
+        self.head, self._failure, self._last = parent, None, None
 
     def in_progress(self) -> list[ReaderStateTracker]:
         """Return the record of the checkpoint that is being committed, if one is."""
@@ -218,7 +220,7 @@ class CheckpointManager:
         in_background = weights is not None
         name = stage_name(attempt=self._attempt.number, step=tracker.step, nonce=self._trained.nonce)
         folder = self._tiers.folder(name)
-        sealer = DurableWriter(self._tiers, name, in_background=in_background)
+        sealer = DurableWriter(self._tiers, name, in_background=in_background, after=self._last)
         writer: Writer = Direct(sealer.save)
         if weights is not None:
             writer = Copies(self._memory, sealer.save, stable=self.gate.stable())
@@ -271,7 +273,7 @@ class CheckpointManager:
         decision = msgpack.unpackb(tree.broadcast(answer))
         if decision["error"] is not None:
             raise failure_named(decision["error"])
-        self.head = decision["checkpoint_id"]
+        self.head, self._last = decision["checkpoint_id"], staged.sealer
         self._copies.committed(staged.prepared.name)
         phases = {**staged.phases, **decision.pop("phases"), "total": time.monotonic() - staged.started}
         del decision["error"]

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -16,7 +17,7 @@ from dlac_pipeline.checkpoint.store import MANIFEST, attempt_of
 from dlac_pipeline.lakehouse.errors import CheckpointDamaged, FormatTooNew, StoreUnavailable
 from dlac_pipeline.lakehouse.ledger.older_ledger import commit_mark, mark_in
 from dlac_pipeline.lakehouse.ledger.schemas import FORMAT_VERSION
-from dlac_pipeline.lakehouse.store_files import StoreFiles, below, is_local, path_at
+from dlac_pipeline.lakehouse.store_files import StoreFiles, below, file_identity, is_local, path_at
 from dlac_pipeline.spec.job_spec import JobSpec
 
 _log = logging.getLogger(__name__)
@@ -24,17 +25,26 @@ Result = TypeVar("Result")
 Done = Callable[[int, int], None]
 """Receiver of the progress: how many bytes of files are done, and of how many."""
 _THREADS = 4
+_WITH_FOLDERS = 2
+"""Format of a manifest with a file that has a `folder`. An older DLAC refuses it."""
+_FOLDER = re.compile(r"attempt-\d+/step-[\w-]+", re.ASCII)
 _TRAINING = {"source", "mixture", "sequences", "order", "params"}
 """Sections that determine training. Places, the number of ranks and their supervision change no model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileEntry:
-    """A file of a checkpoint. `path` is relative to the manifest's folder."""
+    """A file of a checkpoint. `path` is relative to the manifest's folder, or to another `folder` of the run, in the store."""
 
     path: str
     bytes: int
     digest: str
+    folder: str = ""
+    """Name of the checkpoint that has the file, which seldom changes. Empty: an ordinary file of this one."""
+
+    def folder_in(self, folder: str) -> str:
+        """Return the address of the folder that has the file. `folder` is the address of the checkpoint's folder."""
+        return below(folder.rsplit("/", 2)[0], self.folder) if self.folder else folder
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +79,13 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """The manifest as it is stored."""
-        return json.dumps(asdict(self), sort_keys=True, default=str, separators=(",", ":")).encode()
+        columns = asdict(self)
+        for entry in columns["files"]:
+            if entry["folder"] == "":
+                del entry["folder"]
+            else:
+                columns["format_version"] = _WITH_FOLDERS
+        return json.dumps(columns, sort_keys=True, default=str, separators=(",", ":")).encode()
 
 
 def config_digest(spec: JobSpec) -> str:
@@ -129,9 +145,9 @@ def parse_manifest(content: bytes, *, origin: str) -> Manifest:
         version = int(raw["format_version"])
     except (ValueError, TypeError, KeyError) as err:
         raise CheckpointDamaged(f"expected a manifest in {origin!r}, found {type(err).__name__}: {err}") from err
-    if version > FORMAT_VERSION:
+    if version > _WITH_FOLDERS:
         raise FormatTooNew(
-            f"manifest {origin!r} has format version {raw['format_version']}, this DLAC reads up to {FORMAT_VERSION}"
+            f"manifest {origin!r} has format version {raw['format_version']}, this DLAC reads up to {_WITH_FOLDERS}"
         )
     try:
         manifest = Manifest(**{**raw, "files": [FileEntry(**entry) for entry in raw["files"]]})
@@ -147,6 +163,7 @@ def _check_paths(entries: Sequence[FileEntry], origin: str) -> None:
     for entry in entries:
         path = entry.path
         wrong = not isinstance(path, str) or set(path.split("/")) & {"", ".", ".."} or "\\" in path
+        wrong = wrong or (entry.folder != "" and not _FOLDER.fullmatch(str(entry.folder)))
         if wrong or not path.isprintable() or path in seen:
             raise CheckpointDamaged(
                 f"expected distinct paths below the manifest's folder in {origin!r}, found {path!r}: nothing was read or "
@@ -211,6 +228,7 @@ def of_each(entries: Sequence[FileEntry], work: Callable[[FileEntry], Result], d
 
 def verify_entry(entry: FileEntry, folder: str, files: StoreFiles) -> None:
     """Compare one file of the checkpoint in the folder at this address with its entry. Raises as `verify_files`."""
+    folder = entry.folder_in(folder)
     check_inside(entry, folder)
     verify_file(entry, below(folder, entry.path), files)
 
@@ -230,9 +248,12 @@ def check_inside(entry: FileEntry, folder: str) -> None:
 def verify_file(entry: FileEntry, address: str, files: StoreFiles) -> None:
     """Compare one file with its entry. Raises as `verify_files`."""
     try:
-        size, digest = files.digest(address)
+        identity = file_identity(address)
+        size, digest = files.damaged.get(identity) or files.digest(address)
     except FileNotFoundError as err:
         raise CheckpointDamaged(f"expected the file {address!r} of a committed checkpoint, found none") from err
+    if (size, digest) != (entry.bytes, entry.digest):
+        files.damaged[identity] = size, digest
     if size != entry.bytes:
         raise CheckpointDamaged(f"expected {entry.bytes} bytes in {address!r}, found {size}")
     if digest != entry.digest:

@@ -9,6 +9,7 @@ import logging
 import shutil
 import stat
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import unquote
@@ -57,6 +58,8 @@ class StoreFiles:
         self._remote = PyArrowFileIO(dict(properties or {}))
         self._buckets: dict[str, S3Objects] = {}
         self._deadline_s = deadline_s
+        self.damaged: dict[object, tuple[int, str]] = {}
+        """Identity -> bytes and digest of files that differ from their entries: checkpoints that share one read it once."""
 
     def hurried(self) -> "StoreFiles":
         """Return the same store for optional work, with retries for a few seconds only."""
@@ -134,6 +137,15 @@ class StoreFiles:
             raise SpecInvalid(
                 f"expected a folder, or an address such as s3://bucket/path, for checkpoints, found {address!r}: {err}"
             ) from err
+
+
+def file_identity(address: str) -> object:
+    """Return an equal value for all names of one file, until it is written."""
+    with suppress(OSError):
+        if is_local(address):
+            found = path_at(address).stat()
+            return found.st_dev, found.st_ino, found.st_mtime_ns
+    return address
 
 
 def file_digest(path: Path) -> str:

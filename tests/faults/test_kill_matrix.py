@@ -32,8 +32,11 @@ def check_cell(campaign: Arena, engine: str, mode: str, *phases: str) -> None:
     kills = ",".join(f"{phase}@{step}" for phase, step in deaths.items())
     of_engine = {"preload": [], "stage": "0"} if engine == "dcp" else {"preload": ["deepspeed"], "stage": engine[-1]}
     env = {"KILL": kills, "ENGINE": "dcp" if engine == "dcp" else "zero", "DS_ACCELERATOR": "cpu"}
-    steps_of = {"passes": 1, "every_steps": EVERY, "steps": last}
+    steps_of = {"passes": 1, "every_steps": EVERY, "steps": last, "frozen_mb": 4}
     spec = campaign.spec(run, "train_killed.py", env=env, mode=mode, **of_engine, **steps_of)
+    if engine == "dcp":  # with a frozen table, to which later checkpoints of an attempt refer
+        places = {"store": str(campaign.home / "far"), "keep_last": 2}
+        spec = spec.model_copy(update={"checkpoint": spec.checkpoint.model_copy(update=places)})
     launch = campaign.launched(spec)
     resumed = [step if phase == "after-commit" else step - EVERY for phase, step in deaths.items()]
     assert [event["step"] for event in launch.of("attempt")] == [0, *resumed]
@@ -41,6 +44,7 @@ def check_cell(campaign: Arena, engine: str, mode: str, *phases: str) -> None:
     steps = list(range(EVERY, last + 1, EVERY))
     assert [row.step for row in campaign.lineage(run)] == steps
     assert len(campaign.rows(run, CheckpointRow)) == len(steps)
+    assert any(row.refers_to for row in campaign.lineage(run)) == (engine == "dcp")
     verdicts = verify_checkpoints(campaign.lakehouse, run, files=tiers_of(spec).files)
     assert all(verdict.problem is None for verdict in verdicts)
     journal, reference = campaign.journal(run), campaign.journal("reference")

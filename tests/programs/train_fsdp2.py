@@ -1,4 +1,4 @@
-"""A small model with FSDP2, whose shards are saved through torch.distributed.checkpoint. Param: `dropout` (0.1)."""
+"""A small model with FSDP2, whose shards are saved through torch.distributed.checkpoint. Params: `dropout` (0.1), `frozen_mb`."""
 
 import time
 
@@ -15,6 +15,9 @@ def main() -> None:
         params = run.spec.params
         dropout = float(params.get("dropout", "0.1"))
         model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(dropout), torch.nn.Linear(8, 1))
+        if "frozen_mb" in params:
+            table = torch.zeros(int(params["frozen_mb"]), 512, 512)
+            model[1].table = torch.nn.Parameter(table, requires_grad=False)
         for layer in (model[0], model[2], model):
             fully_shard(layer)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

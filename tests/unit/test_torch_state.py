@@ -85,6 +85,19 @@ def draw() -> list[float]:
     return [random.random(), float(np.random.random()), float(torch.rand(()))]
 
 
+def test_frozen_weights_have_own_file(tmp_path: Path) -> None:
+    """Parts keep their order. A memory state may have such a file from before the weights thawed, which is not read."""
+    model = torch.nn.Sequential(torch.nn.Linear(600, 600).requires_grad_(False), torch.nn.Linear(600, 1))
+    for step in ("1", "2"):
+        (tmp_path / step).mkdir()
+        TorchState(model=model, twin=model[0]).save(tmp_path / step, Direct().write)
+        model.requires_grad_(True)
+    frozen, thawed = (TorchState.parts_in(tmp_path / step) for step in ("1", "2"))
+    (tmp_path / "1" / "torch-frozen.pt").rename(tmp_path / "2" / "torch-frozen.pt")
+    assert [*TorchState.parts_in(tmp_path / "2")["model"]] == [*frozen["model"]] == [*model.state_dict()]
+    assert all(map(torch.equal, _tensors(frozen), _tensors(thawed)))
+
+
 def test_generators_resume_where_saved(tmp_path: Path) -> None:
     """Each generator resumes, whatever was drawn between the save and the restore."""
     seed_rng(1, 2, 3)

@@ -117,10 +117,13 @@ class Committer:
         checkpoint_id = f"{self._attempt.run}-{taken.step:09d}-{self._nonce}"
         advances = self._maker.advances(taken, votes)
         checkpoint = self._maker.checkpoint(taken, checkpoint_id=checkpoint_id, parent=parent, world_size=len(votes))
+        folders = {entry["folder"] for vote in votes for entry in vote["files"]}
+        checkpoint = replace(checkpoint, refers_to=sorted(folders - {"", prepared.name}))
         if not self._nodes_known:
             holders = () if self._tiers.store is None else holders_of(votes)
             checkpoint = replace(checkpoint, nodes=holders, rank_nodes=nodes_of_ranks(votes))
         assert self._retention is not None, "made before the first commit"
+        self._retention.check_kept(checkpoint.refers_to)
         retired = self._retention.due(checkpoint_id, taken.step, parent)
         # before the rows that name them
         cut_ids = self._slices.write((row.source, row.pass_index) for row in advances)

@@ -5,11 +5,12 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 
 from dlac_pipeline.checkpoint.restore.conversion import discard_conversion
 from dlac_pipeline.checkpoint.store import MANIFEST, Tiers, attempt_of, folder_name_of, folder_uri
+from dlac_pipeline.lakehouse.errors import CheckpointDamaged
 from dlac_pipeline.lakehouse.ledger import branches, commits, older_ledger, run_rows, typed_rows
 from dlac_pipeline.lakehouse.own_folders import remove_tree
 from dlac_pipeline.lakehouse.store_files import below
@@ -159,10 +160,31 @@ class Retention:
 
     def committed(self, checkpoint: typed_rows.CheckpointRow, retired: Iterable[str]) -> None:
         """The checkpoint is the head, and these are retired: remove their files, in a thread."""
-        gone = list(retired)
+        gone, before = set(retired), self._referred()
         self._rows += [checkpoint, *(typed_rows.RetireRow(checkpoint_id=each) for each in gone)]
-        found = run_rows.checkpoint_rows(self._rows)
-        self._removal.begin([folder_uri(found[each].manifest_uri) for each in gone])
+        kept, after = self._kept(), self._referred()
+        freed = before - kept.keys()  # folders of retired checkpoints, from the last that referred to them
+        found = {folder_name_of(row.manifest_uri): row for row in run_rows.checkpoint_rows(self._rows).values()}
+        due = [row for name, row in found.items() if name not in after and (row.checkpoint_id in gone or name in freed)]
+        self._removal.begin([folder_uri(row.manifest_uri) for row in due])
+
+    def check_kept(self, folders: Collection[str]) -> None:
+        """Raise `CheckpointDamaged` unless kept checkpoints need these folders, so that no process removes one."""
+        if missing := set(folders) - self._kept().keys() - self._referred():
+            raise CheckpointDamaged(
+                f"expected the files in {sorted(missing)!r}, to which this checkpoint refers, found that an operator has retired "
+                "them: start the run again, and its next checkpoint has all files"
+            )
+
+    def _kept(self) -> dict[str, typed_rows.CheckpointRow]:
+        """Return the checkpoints that are not retired, by the names of their folders."""
+        out = {row.checkpoint_id for row in self._rows if isinstance(row, typed_rows.RetireRow)}
+        rows = run_rows.checkpoint_rows(self._rows).values()
+        return {folder_name_of(row.manifest_uri): row for row in rows if row.checkpoint_id not in out}
+
+    def _referred(self) -> set[str]:
+        """Return the folders to which these refer. They stay, also of retired ones."""
+        return {folder for row in self._kept().values() for folder in row.refers_to}
 
     def sweep(self) -> None:
         """Remove the remains of retired checkpoints now. No thread is running."""
@@ -177,12 +199,16 @@ class Retention:
         out = {row.checkpoint_id for row in self._rows if isinstance(row, typed_rows.RetireRow)}
         checkpoints = list(run_rows.checkpoint_rows(self._rows).values())
         named = {folder_name_of(row.manifest_uri): row.checkpoint_id for row in checkpoints}
-        known, newest = set(named.values()), max((row.step for row in checkpoints), default=0)
+        known, referred, newest = (
+            set(named.values()),
+            self._referred(),
+            max((row.step for row in checkpoints), default=0),
+        )
         files, run = self._files, self._tiers.durable_run()
         attempts = [name for name in files.children(run) if attempt_of(name) is not None]
         for name in [f"{each}/{step}" for each in attempts for step in files.children(below(run, each))]:
             checkpoint_id, attempt, staged = named.get(name), attempt_of(name), _STAGED.search(name)
-            if checkpoint_id in out:
+            if checkpoint_id in out and name not in referred:
                 yield below(run, name)
             elif checkpoint_id is None and attempt is not None and staged is not None:
                 step, nonce, group = staged.groups()

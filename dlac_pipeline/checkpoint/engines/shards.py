@@ -3,9 +3,10 @@
 import copy
 import json
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ from torch.futures import Future
 
 from dlac_pipeline.checkpoint.engines.safe_load import load_tensors, plain_state
 from dlac_pipeline.checkpoint.stage.copies import Write
-from dlac_pipeline.checkpoint.stage.streamed_file import DTYPES, TensorFile
+from dlac_pipeline.checkpoint.stage.streamed_file import DTYPES, Frozen, TensorFile
+from dlac_pipeline.checkpoint.stage.watch import Key, storage_key
 from dlac_pipeline.lakehouse.errors import FormatTooNew, SpecInvalid
 
 _FORMAT_VERSION = 2
@@ -30,7 +32,8 @@ _FORMAT_VERSION = 2
 INDEX = "shards-index.pt"
 Offsets = Mapping[str, Sequence[int]]
 """Place of a tensor's first element in the whole tensor, by name."""
-_Parts = tuple[dict[str, Any], Offsets, Sequence[tuple[str, Any]]]
+_Tensors = dict[str, dict[str, Any]]
+_Parts = tuple[_Tensors, Offsets, Sequence[tuple[str, Any]]]
 
 
 class _AsPlanned:
@@ -65,12 +68,13 @@ class Layout:
 class ShardWriter(_AsPlanned, StorageWriter):
     """Passes every rank's parts, and at the coordinator the index, to `write`. A failure is kept for the vote: DCP continues."""
 
-    def __init__(self, folder: Path, write: Write, *, adopted: bool = False) -> None:
-        """`adopted`: another program saved the state, which may lack parts that a script has."""
+    def __init__(self, folder: Path, write: Write, *, adopted: bool = False, frozen: Collection[Key] = ()) -> None:
+        """`adopted`: another program saved the state, which may lack parts that a script has. `frozen`: storages."""
         self.failure: OSError | SpecInvalid | None = None
         self._folder = folder
         self._write = write
         self._adopted = adopted
+        self._frozen = frozen
 
     def write_data(self, plan: planners.SavePlan, planner: planners.SavePlanner) -> Future[list[WriteResult]]:
         """This rank's parts: tensors in one file, other parts in another one."""
@@ -96,7 +100,7 @@ class ShardWriter(_AsPlanned, StorageWriter):
             self._hand_over(INDEX, lambda: self.layout.index)
 
     def _lay_out(self, plan: planners.SavePlan, planner: Any) -> "tuple[Layout, _Parts]":
-        tensors: dict[str, Any] = {}
+        tensors: _Tensors = {self._tensor_file: {}, self._frozen_file: {}}
         offsets: dict[str, Sequence[int]] = {}
         others: list[tuple[str, Any]] = []
         results = []
@@ -105,22 +109,24 @@ class ShardWriter(_AsPlanned, StorageWriter):
         first_names: dict[Any, str] = {}
         for item, part in parts:
             name = item.index.fqn
-            if item.tensor_data is None or not _fits(part) or _storage(part) in grown or name in tensors:
+            if item.tensor_data is None or not _fits(part) or _storage(part) in grown or name in offsets:
                 place: list[Any] = [self._other_file, len(others)]
                 others.append((name, part))
             else:
                 first = first_names.setdefault(_memory(part), name) if part.numel() else name
-                place = [self._tensor_file, first]
+                place = [self._frozen_file if storage_key(part) in self._frozen else self._tensor_file, first]
                 if first == name:
-                    tensors[name] = part
+                    tensors[place[0]][name] = part
                     offsets[name] = item.tensor_data.chunk.offsets
             results.append(WriteResult(index=item.index, size_in_bytes=0, storage_data=place))
         layout = Layout(rank=self._rank, shapes=_shapes(planner), plan=plan, results=results)
         return layout, (tensors, offsets, others)
 
-    def _hand_over_parts(self, tensors: dict[str, Any], offsets: Offsets, others: Sequence[tuple[str, Any]]) -> None:
-        if tensors:
-            self._hand_over(self._tensor_file, lambda: TensorFile(tensors, sharding_info(offsets)))
+    def _hand_over_parts(self, tensors: _Tensors, offsets: Offsets, others: Sequence[tuple[str, Any]]) -> None:
+        for file, found in tensors.items():
+            content = partial(TensorFile, found, sharding_info({name: offsets[name] for name in found}))
+            if found:
+                self._hand_over(file, partial(Frozen, content()) if file == self._frozen_file else content)
         if others:
             self._hand_over(self._other_file, lambda: [plain_state(part, at=name) for name, part in others])
 
@@ -151,6 +157,7 @@ class ShardWriter(_AsPlanned, StorageWriter):
         """Note the names of the rank's files."""
         self._rank = kwargs["rank"]
         self._tensor_file = tensor_file(kwargs["rank"])
+        self._frozen_file = f"shard-{kwargs['rank'] + 1:05d}-frozen-00001-of-00001.safetensors"
         self._other_file = f"shards-{kwargs['rank']:05d}.pt"
 
     def _hand_over(self, name: str, state: Callable[[], Any]) -> None:

@@ -1,5 +1,6 @@
 """Replicated PyTorch state."""
 
+import copy
 import operator
 import sys
 from collections.abc import Mapping
@@ -17,7 +18,8 @@ from dlac_pipeline.checkpoint.engines.model_names import bare_names
 from dlac_pipeline.checkpoint.engines.rank_buffers import load_buffers, save_buffers, saved_buffers
 from dlac_pipeline.checkpoint.engines.safe_load import load_tensors, plain_state
 from dlac_pipeline.checkpoint.stage.copies import Write
-from dlac_pipeline.checkpoint.stage.watch import plain_tensors
+from dlac_pipeline.checkpoint.stage.streamed_file import Frozen
+from dlac_pipeline.checkpoint.stage.watch import frozen_storages, plain_tensors, storage_key
 from dlac_pipeline.lakehouse.errors import CheckpointError, SpecInvalid
 
 
@@ -32,6 +34,8 @@ class TorchState(Engine):
     _FILE = "torch-state.pt"
     _GROUPS = "dlac.groups"
     """Beside the parts: optimizer -> the names of the parameters in each of its groups."""
+    _FROZEN = "dlac.frozen"
+    """Beside the parts: the name of the file with their frozen tensors, in whose places they have None."""
 
     def __init__(self, **parts: Any) -> None:
         self._parts = parts
@@ -63,7 +67,11 @@ class TorchState(Engine):
             for name, part in self._parts.items()
             if isinstance(part, Optimizer)
         }
-        self.write_parts(folder, write, {**states, self._GROUPS: groups})
+        states[self._GROUPS] = groups
+        if frozen := self._take_frozen(states):
+            states[self._FROZEN] = "torch-frozen.pt"
+            write(folder / states[self._FROZEN], Frozen(plain_state(frozen)))
+        self.write_parts(folder, write, states)
 
     def changing(self) -> dict[str, Any]:
         """Return by part what scripts change between two steps of its optimizers: all but parameters and optimizers' tensors."""
@@ -82,7 +90,7 @@ class TorchState(Engine):
 
         The file is mapped: another program may write it later, so no part may keep its tensors.
         """
-        state = load_tensors(folder / self._FILE, mmap=True)
+        state = self._read(folder, mmap=True)
         for name, groups in state.get(self._GROUPS, {}).items():
             self._add_groups(self._parts.get(name), groups, state[name])
         found = {part: state[part] for part in self._parts if isinstance(state.get(part), Mapping)}
@@ -109,8 +117,27 @@ class TorchState(Engine):
     @classmethod
     def parts_in(cls, folder: Path) -> dict[str, Any]:
         """Return the saved parts of `folder` by name."""
-        found: dict[str, Any] = load_tensors(folder / cls._FILE)
-        return {name: state for name, state in found.items() if name != cls._GROUPS}
+        return {name: state for name, state in cls._read(folder).items() if name != cls._GROUPS}
+
+    @classmethod
+    def _read(cls, folder: Path, *, mmap: bool = False) -> dict[str, Any]:
+        found: dict[str, Any] = load_tensors(folder / cls._FILE, mmap=mmap)
+        if file := found.pop(cls._FROZEN, None):
+            for part, tensors in load_tensors(folder / file, mmap=mmap).items():
+                found[part].update(tensors)
+        return found
+
+    def _take_frozen(self, states: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
+        """Return the frozen tensors of modules by part and name, and replace them in `states` by None."""
+        storages, taken = frozen_storages(self._parts.values()), {}
+        for part, state in states.items() if storages else ():
+            if isinstance(self._parts.get(part), Module) and isinstance(state, dict):
+                found = {
+                    name: each for name, each in state.items() if storages & {*map(storage_key, plain_tensors([each]))}
+                }
+                taken[part], states[part] = found, copy.copy(state)  # which keeps the attributes of a state
+                states[part].update(dict.fromkeys(found))
+        return taken
 
     def modules(self) -> Mapping[str, Any]:
         """Return the parts."""

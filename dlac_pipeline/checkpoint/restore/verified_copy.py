@@ -3,7 +3,7 @@
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dlac_pipeline.checkpoint import manifest as manifests
@@ -49,6 +49,9 @@ def restore(
     if tiers.store is None:
         manifest = manifests.read_manifest(uri, digest, tiers.files)
         verify(row, manifest, tiers.files, done)
+        for entry in manifest.files:
+            if entry.folder:  # the store was another place
+                _have(entry, folder_of(uri), uri, tiers.files)
         return Restored(manifest=manifest, folder=folder_of(uri), fetched=[])
     folder = tiers.folder(folder_name_of(uri))
     content = manifests.manifest_content(uri, digest, tiers.files, copy=folder)
@@ -64,7 +67,7 @@ def _have(entry: manifests.FileEntry, folder: Path, manifest_uri: str, files: St
     """Provide one file of the local copy. Return True if it came from the store."""
     path = folder / entry.path
     with suppress(CheckpointDamaged, StoreUnavailable):
-        manifests.verify_entry(entry, str(folder), StoreFiles(deadline_s=0.0))
+        manifests.verify_entry(replace(entry, folder=""), str(folder), StoreFiles(deadline_s=0.0))
         return False
     with storing(folder):
         for parent in reversed(path.relative_to(folder).parents):
@@ -81,8 +84,10 @@ def _have(entry: manifests.FileEntry, folder: Path, manifest_uri: str, files: St
 
 
 def _fetch(entry: manifests.FileEntry, manifest_uri: str, files: StoreFiles, target: Path) -> None:
-    address = below(folder_uri(manifest_uri), entry.path)
+    address = below(entry.folder_in(folder_uri(manifest_uri)), entry.path)
     try:
+        if address in files.damaged:
+            raise CheckpointDamaged(f"expected {address!r} to have digest {entry.digest}, found another one before")
         files.fetch(address, target)
     except FileNotFoundError as err:
         manifests.check_there(manifest_uri, files)
@@ -90,4 +95,5 @@ def _fetch(entry: manifests.FileEntry, manifest_uri: str, files: StoreFiles, tar
     try:
         manifests.verify_file(entry, str(target), StoreFiles(deadline_s=0.0))
     except CheckpointDamaged as err:
+        files.damaged[address] = 0, ""
         raise CheckpointDamaged(str(err).replace(str(target), address)) from err

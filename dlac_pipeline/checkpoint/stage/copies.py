@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from dlac_pipeline.checkpoint.stage.streamed_file import TensorFile, WrittenFile, write_state
+from dlac_pipeline.checkpoint.stage.streamed_file import Frozen, TensorFile, WrittenFile, write_state
 from dlac_pipeline.checkpoint.stage.watch import Key, Watch, is_plain, storage_key, whole
 from dlac_pipeline.lakehouse.errors import StateChanged
 from dlac_pipeline.read.device import can_pin_memory
@@ -123,7 +123,8 @@ class Copies:
         if isinstance(state, WrittenFile):
             self._save(state, path)
             return
-        self._states.append((path, self._copy_of(state)))
+        is_frozen = isinstance(state, Frozen)
+        self._states.append((path, Frozen(self._copy_of(state.state)) if is_frozen else self._copy_of(state)))
 
     def handed_over(self) -> None:
         """The states themselves are not needed any more."""

@@ -60,6 +60,13 @@ class WrittenFile:
 
 
 @dataclass(frozen=True, slots=True)
+class Frozen:
+    """The state of a file that seldom changes. A checkpoint refers to the file of the last one while their contents are equal."""
+
+    state: Any
+
+
+@dataclass(frozen=True, slots=True)
 class TensorFile:
     """The content of a safetensors file, as a state. Its tensors are strided."""
 
@@ -68,12 +75,12 @@ class TensorFile:
     """Texts in its header."""
 
 
-def write_state(state: Any, path: Path, *, direct: bool = True) -> Written:
+def write_state(state: Any, path: Path | None, *, direct: bool = True) -> Written:
     """Write a state into a new file, which is not durable yet: a `TensorFile` as safetensors, any other by `torch.save`.
 
-    A `WrittenFile` is copied, or digested in its place. `direct`: past the page cache, for files not read again soon. The zip's
-    own checksums are left out: torch never checks them, and the digest is stronger. Raise `OSError` if the file cannot be
-    written, or exists already.
+    Without a path it is digested only. A `WrittenFile` is copied, or digested in its place. `direct`: past the page cache, for
+    files not read again soon. The zip's own checksums are left out: torch never checks them, and the digest is stronger. Raise
+    `OSError` if the file cannot be written, or exists already.
     """
     in_place = isinstance(state, WrittenFile) and state.path == path
     with closing(_StreamedFile(None if in_place else path, direct=direct)) as file:
@@ -93,6 +100,8 @@ class Target(Protocol):
 
 def write_content(state: Any, file: Target) -> None:
     """Write a state's content, front to back."""
+    if isinstance(state, Frozen):
+        state = state.state
     if isinstance(state, WrittenFile):
         with state.path.open("rb") as stream:
             while content := stream.read(_BUFFER_BYTES):

@@ -1,7 +1,7 @@
 """Watch of tensors that nothing is to change while another thread copies them."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,6 +10,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 Key = tuple[int, int]
 """Address and bytes of a storage."""
 _PAGE_BYTES = 4096
+_LEAST_FROZEN_BYTES = 1 << 20
+"""Fewer bytes are not worth a file of their own."""
 
 
 class Watch:
@@ -52,6 +54,16 @@ def storage_key(tensor: torch.Tensor) -> Key:
         return 0, 0
     storage = tensor.untyped_storage()
     return storage.data_ptr(), storage.nbytes()
+
+
+def frozen_storages(modules: Iterable[object]) -> set[Key]:
+    """Return the storages of parameters without a gradient, if they are large. Such a base of an adapter seldom changes."""
+    found: dict[bool, set[Key]] = {False: set(), True: {(0, 0)}}
+    for module in modules:
+        for parameter in module.parameters() if isinstance(module, torch.nn.Module) else ():
+            found[parameter.requires_grad] |= {storage_key(each) for each in plain_tensors([parameter])}
+    frozen = found[False] - found[True]
+    return frozen if sum(size for _, size in frozen) >= _LEAST_FROZEN_BYTES else set()
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

@@ -8,7 +8,7 @@ import errno
 import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import dlac_pipeline as dlac
@@ -143,14 +143,15 @@ def _copied(
     def take(entry: FileEntry) -> FileEntry:
         path = folder / entry.path
         store_files.make_below(folder, path.parent)
-        check_inside(entry, source)
-        _take(store_files.below(source, entry.path), path, files)
+        place = entry.folder_in(source)
+        check_inside(entry, place)
+        _take(store_files.below(place, entry.path), path, files)
         verify_file(entry, str(path), store_files.StoreFiles(deadline_s=0.0))
         if tiers.store is None:
             durable_io.fsync_path(path)
         else:
             tiers.put(path, name, entry.path)
-        return entry
+        return replace(entry, folder=entry.folder and name)
 
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="fork") as pool:
         entries = list(pool.map(take, manifest.files))

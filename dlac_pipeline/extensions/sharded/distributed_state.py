@@ -31,6 +31,7 @@ from dlac_pipeline.checkpoint.engines.shards import (
 )
 from dlac_pipeline.checkpoint.engines.torch_state import TorchState, reshard
 from dlac_pipeline.checkpoint.stage.copies import Write
+from dlac_pipeline.checkpoint.stage.watch import frozen_storages
 from dlac_pipeline.extensions.sharded.optimizer_states import OptimizerStates
 from dlac_pipeline.lakehouse.errors import CheckpointError, DlacError
 
@@ -62,7 +63,8 @@ class DistributedState(Engine):
 
     def save(self, folder: Path, write: Write) -> None:
         """Every rank's parts and an index."""
-        writer, planner, last = ShardWriter(folder, write), PlainSavePlanner(), self._layout
+        writer = ShardWriter(folder, write, frozen=frozen_storages([self._model]))
+        planner, last = PlainSavePlanner(), self._layout
         self._layout = None
         with _together(folder) as alone:
             state = {

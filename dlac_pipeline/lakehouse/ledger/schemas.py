@@ -91,7 +91,7 @@ CONSUMPTION = _schema(
     checkpoint struct<
         bytes long, interval_s double, why string, total_steps long, adopted string, nodes list<string>,
         rank_nodes list<struct<node string, ranks int>>,
-        phases map<string, double>, readers int
+        phases map<string, double>, readers int, refers_to list<string>
     >,
     claim struct<
         replaces int, purpose string, origin string, host string, local string, store string, marks_commits boolean,

@@ -105,6 +105,8 @@ class CheckpointRow(LedgerRow, kind="checkpoint"):
     """Last step of the run, where it is known."""
     adopted: str | None = None
     """Place of the foreign checkpoint that it was made from."""
+    refers_to: Sequence[str] = ()
+    """Names of earlier checkpoints, in whose folders some of its files are."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
