@@ -202,7 +202,8 @@ def _with_changed(part: Any, state: Any, changed: Any) -> Any:
         raise SpecInvalid(
             "expected only tensors in the state of a module, found an extra state, which may have changed"
         )
-    return {**state, **changed}
+    state.update(changed)  # which keeps the versions of its modules
+    return state
 
 
 def _bare_state(part: Any) -> Any:
