@@ -86,7 +86,7 @@ class BlockDecoder:
         return [pa.Table.from_batches([part]) for part in parts] or [table]
 
     def decode_apart(self, units: UnitTable, slices: Slices) -> dict[str, list[pa.ChunkedArray]]:
-        """Decode rows that are read in another order: wide columns by slice, which may share memory with other blocks."""
+        """Decode rows that are read in another order: wide columns in parts, which may share memory with other blocks."""
         return join_columns(self._parts(units, slices), int(slices.rows.sum()), self.buffers, wide_bytes=WIDE_BYTES)
 
     def _parts(self, units: UnitTable, slices: Slices) -> Iterator[pa.Table]:

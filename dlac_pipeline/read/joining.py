@@ -31,7 +31,7 @@ def end_to_end(parts: Iterable[pa.Table], rows: int, buffers: Buffers) -> pa.Tab
 def join_columns(
     parts: Iterable[pa.Table], rows: int, buffers: Buffers, *, wide_bytes: int | None = None
 ) -> dict[str, list[pa.ChunkedArray]]:
-    """Return each column of tables laid end to end as `end_to_end` does, but by part if its rows have so many bytes."""
+    """Return each column of tables laid end to end as `end_to_end` does, but in parts if its rows have so many bytes."""
     joined: dict[str, _Joined] = {}
     apart: dict[str, list[pa.ChunkedArray]] = {}
     for part in parts:
@@ -43,7 +43,7 @@ def join_columns(
                 else:
                     joined[name] = _Joined(column.type, rows, buffers)
             if name in apart:
-                apart[name].append(column)
+                apart[name] += [pa.chunked_array([chunk]) for chunk in column.chunks]
             else:
                 joined[name].add(column)
     return apart | {name: [column.joined()] for name, column in joined.items()}

@@ -86,6 +86,12 @@ class Prefetcher:
         """Wait until everything that may be prepared ahead by now is prepared."""
         wait([request.future for request in self._ahead.values()])
 
+    def is_ready(self, key: BlockKey) -> bool:
+        """Return True if a block that was requested ahead is prepared, and all of them are within the budget."""
+        future = self._ahead[key].future if key in self._ahead else None
+        is_prepared = future is not None and future.done() and not future.cancelled() and future.exception() is None
+        return is_prepared and self._used() <= self._budget_bytes
+
     def begin(self, key: BlockKey) -> None:
         """Begin to prepare a block that is needed now, whatever the budget."""
         if (wanted := self._waiting.pop(key, None)) is not None:
