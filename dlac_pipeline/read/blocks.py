@@ -6,7 +6,6 @@ from functools import cache, lru_cache
 from typing import Any
 from urllib.parse import urlsplit
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyiceberg.io import FileIO
@@ -23,7 +22,7 @@ from dlac_pipeline.lakehouse.iceberg.deletes import Once
 from dlac_pipeline.plan.cut import Slices
 from dlac_pipeline.plan.legs.leg import LegSource
 from dlac_pipeline.plan.units import UnitTable
-from dlac_pipeline.read.joining import end_to_end, is_alone, join_columns
+from dlac_pipeline.read.joining import detached, end_to_end, join_columns
 from dlac_pipeline.read.layout import WIDE_BYTES
 from dlac_pipeline.read.memory import Buffers
 
@@ -82,8 +81,7 @@ class BlockDecoder:
             return [end_to_end(self._parts(units, slices), int(slices.rows.sum()), self.buffers)]
         [table] = self._parts(units, slices)
         # A view would keep the whole decoded part alive, once per key group that has a slice of it.
-        parts = (part if is_alone(part) else part.take(np.arange(len(part))) for part in table.to_batches())
-        return [pa.Table.from_batches([part]) for part in parts] or [table]
+        return [pa.Table.from_batches([detached(part)]) for part in table.to_batches()] or [table]
 
     def decode_apart(self, units: UnitTable, slices: Slices) -> dict[str, list[pa.ChunkedArray]]:
         """Decode rows that are read in another order: wide columns in parts, which may share memory with other blocks."""

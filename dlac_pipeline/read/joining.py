@@ -72,8 +72,7 @@ class _Joined:
             if not len(chunk):
                 self._chunks += [] if self._copied.rows else [chunk]
             elif any(map(len, self._chunks)) or not self._copied.add(chunk):
-                own = chunk if is_alone(chunk) else chunk.take(np.arange(len(chunk)))
-                self._chunks = [*self._copied.given_up(), *filter(len, self._chunks), own]
+                self._chunks = [*self._copied.given_up(), *filter(len, self._chunks), detached(chunk)]
 
     def joined(self) -> pa.ChunkedArray:
         chunks = self._copied.given_up() or self._chunks
@@ -163,9 +162,11 @@ def _is_byte_string(kind: pa.DataType) -> bool:
     return large_form(kind) in (pa.large_string(), pa.large_binary())
 
 
-def is_alone(decoded: pa.Array | pa.RecordBatch) -> bool:
-    """Return True unless these rows are a small part of the memory into which they were decoded."""
-    return bool(2 * decoded.nbytes >= decoded.get_total_buffer_size())
+def detached(rows: Any) -> Any:
+    """Return an array or a record batch without memory of other rows: a copy, if it is a small part of what was decoded."""
+    if 2 * rows.nbytes >= rows.get_total_buffer_size():
+        return rows
+    return rows.take(pa.array(np.arange(len(rows))))
 
 
 def _flat(array: Any) -> Bytes | None:

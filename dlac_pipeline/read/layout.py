@@ -4,9 +4,9 @@ The order of a block's rows is known before they are decoded. So the thread that
 batch is made of a few contiguous copies.
 """
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -50,7 +50,13 @@ def lay_out(
     A column has one part or several, whose rows are numbered through. Those of a span of rows are not copied.
     """
     if isinstance(rows, slice):
-        yield from _spans(columns, rows, start)
+        ends = np.cumsum([0, *(part.rows for part in next(iter(columns.values())))]).tolist()
+        for index, (begin, end) in enumerate(pairwise(ends)):
+            low, high = max(begin, rows.start), min(end, rows.stop)
+            if low < high:
+                mine = slice(low - begin, high - begin)
+                part = {name: _span_of(parts[index], mine) for name, parts in columns.items()}
+                yield Segment(start + low - rows.start, start + high - rows.start, part)
         return
     nbytes = sum(part.nbytes for parts in columns.values() for part in parts)
     taken = {name: _Gather(parts) if len(parts) > 1 else _Single(parts[0], buffers) for name, parts in columns.items()}
@@ -59,16 +65,6 @@ def lay_out(
         first, stop = index * len(rows) // count, (index + 1) * len(rows) // count
         part = {name: column.take(rows[first:stop]) for name, column in taken.items()}
         yield Segment(start + first, start + stop, part)
-
-
-def _spans(columns: Mapping[str, Sequence[Column]], rows: slice, start: int) -> Iterator[Segment]:
-    """Yield the parts of this span of rows."""
-    ends = np.cumsum([0, *(part.rows for part in next(iter(columns.values())))]).tolist()
-    for index, (begin, end) in enumerate(itertools.pairwise(ends)):
-        low, high = max(begin, rows.start), min(end, rows.stop)
-        if low < high:
-            part = {name: _span_of(parts[index], slice(low - begin, high - begin)) for name, parts in columns.items()}
-            yield Segment(start + low - rows.start, start + high - rows.start, part)
 
 
 def _span_of(column: Column, rows: slice) -> Column:

@@ -13,7 +13,7 @@ from dlac_pipeline.plan.source_order import Cursor, RowRange, SourceOrder
 from dlac_pipeline.plan.units import Ints, UnitTable
 from dlac_pipeline.read.layout import Segment
 from dlac_pipeline.read.line import BlockAdvance, merge
-from dlac_pipeline.read.prefetch import BlockKey, Prefetcher, Wanted
+from dlac_pipeline.read.prefetch import Prefetcher, Wanted
 from dlac_pipeline.rows.columns import Column
 from dlac_pipeline.rows.transform import RowRejected
 
@@ -137,17 +137,16 @@ class BlockWalk(Generic[Prepared]):
 
     def take_ready(self) -> tuple[RowRange, Prepared] | None:
         """Return the next block while the one before is held, if that is possible without waiting."""
-        if self._upcoming is None or not self._prefetch.is_ready(self._key_of(self._upcoming)):
-            return None
-        return self._take()
+        upcoming = self._upcoming
+        is_ready = upcoming is not None and self._prefetch.is_ready(self._blocks.wanted(self._group, upcoming).key)
+        return self._take() if is_ready else None
 
     def _take(self) -> tuple[RowRange, Prepared]:
         row_range = self._upcoming
         if row_range is None:
             raise StopIteration
-        wanted = self._blocks.wanted(self._group, row_range)
-        self._held.append(wanted)
-        prepared = self._prefetch.take(wanted)
+        self._held.append(self._blocks.wanted(self._group, row_range))
+        prepared = self._prefetch.take(self._held[-1])
         self._upcoming = next(self._row_ranges, None)
         self._ask()
         return row_range, prepared
@@ -156,12 +155,12 @@ class BlockWalk(Generic[Prepared]):
         """Forget held blocks and requests."""
         self.release()
         if self._upcoming is not None:
-            self._prefetch.forget(self._key_of(self._upcoming))
+            self._prefetch.forget(self._blocks.wanted(self._group, self._upcoming).key)
 
     def begin(self) -> None:
         """Begin to prepare the next block, which is needed now."""
         if self._upcoming is not None:
-            self._prefetch.begin(self._key_of(self._upcoming))
+            self._prefetch.begin(self._blocks.wanted(self._group, self._upcoming).key)
 
     def shrink(self, nbytes: int, *, blocks: int = 1) -> None:
         """Count so many bytes from now on of the `blocks`-th of the held blocks, from the last."""
@@ -180,9 +179,6 @@ class BlockWalk(Generic[Prepared]):
         """Release the held blocks, which are read, but for the last `keep`."""
         while len(self._held) > keep:
             self._prefetch.release(self._held.popleft().key)
-
-    def _key_of(self, row_range: RowRange) -> BlockKey:
-        return self._blocks.wanted(self._group, row_range).key
 
 
 class UndecodedWalk:
@@ -277,18 +273,17 @@ class RowStream:
 
     def take_ready(self) -> bool:
         """Take the block after the one being read, if it is ready. Return True if it is taken now."""
-        if self._next is not None:
-            return False
-        self._next = self._walk.take_ready()
-        return self._next is not None
+        before, self._next = self._next, self._next or self._walk.take_ready()
+        return self._next is not before
 
     def value_bytes(self, until: Ints, most: int) -> Ints:
-        """Return the bytes of the values of several lengths in the next until[i] rows, which are left, for each i.
-
-        Where there are more than `most`, the number is any that is greater.
-        """
+        """Return the bytes of the values of several lengths in the next until[i] rows, for each i. Above `most` it is a bound."""
         used = np.zeros(len(until), dtype=np.int64)
-        for begin, segment in self._left():
+        left = [(segment.start - self._at, segment) for segment in self._segments]
+        if self._next is not None:
+            shift = self._rows_here - self._next[0].start
+            left += [(segment.start + shift, segment) for segment in self._next[1]]
+        for begin, segment in left:
             first = max(0, begin)
             if first > int(until[-1]) or used[-1] > most:
                 break
@@ -297,15 +292,6 @@ class RowStream:
                 if column.offsets is not None:
                     used += (column.offsets[stops] - column.offsets[first - begin]) * column.values.itemsize
         return used
-
-    def _left(self) -> Iterator[tuple[int, Segment]]:
-        """Yield the segments that are left, each after the number of rows from here to its beginning."""
-        for segment in self._segments:
-            yield segment.start - self._at, segment
-        if self._next is not None:
-            row_range, segments = self._next
-            for segment in segments:
-                yield self._rows_here + segment.start - row_range.start, segment
 
     def begin_next(self, rows: int) -> None:
         """Release a block that is read, and begin to prepare the next one if so many rows, which are needed now, lead into it."""

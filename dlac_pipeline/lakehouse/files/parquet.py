@@ -87,10 +87,10 @@ class Parquet:
         """Decode a row group. If it is `remote`, all column chunks are read in few coalesced ranges, by other threads."""
         known = {"metadata": footer.metadata, "coerce_int96_timestamp_unit": footer.time_unit}
         file = pq.ParquetFile(stream, pre_buffer=remote, **known)
-        part_rows = 0 if threads else footer.part_rows(unit, columns)
-        if threads or part_rows == footer.rows[unit]:
-            return file.read_row_group(unit, columns=list(columns), use_threads=threads)
-        return pa.Table.from_batches(file.iter_batches(part_rows, [unit], list(columns), use_threads=False))
+        part_rows = footer.rows[unit] if threads else footer.part_rows(unit, columns)
+        if part_rows < footer.rows[unit]:
+            return pa.Table.from_batches(file.iter_batches(part_rows, [unit], list(columns), use_threads=False))
+        return file.read_row_group(unit, columns=list(columns), use_threads=threads)
 
 
 PARQUET = Parquet()
