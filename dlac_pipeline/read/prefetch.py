@@ -87,10 +87,11 @@ class Prefetcher:
         wait([request.future for request in self._ahead.values()])
 
     def is_ready(self, key: BlockKey) -> bool:
-        """Return True if a block that was requested ahead is prepared, and all of them are within the budget."""
-        future = self._ahead[key].future if key in self._ahead else None
-        is_prepared = future is not None and future.done() and not future.cancelled() and future.exception() is None
-        return is_prepared and self._used() <= self._budget_bytes
+        """Return True if a block that was requested ahead is prepared, and the budget has room for another one like it."""
+        request = self._ahead.get(key)
+        if request is None or not request.future.done() or request.future.cancelled() or request.future.exception():
+            return False
+        return self._used() + request.size_bytes <= self._budget_bytes
 
     def begin(self, key: BlockKey) -> None:
         """Begin to prepare a block that is needed now, whatever the budget."""
