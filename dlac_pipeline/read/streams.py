@@ -136,10 +136,11 @@ class BlockWalk(Generic[Prepared]):
         return self._take()
 
     def take_ready(self) -> tuple[RowRange, Prepared] | None:
-        """Return the next block while the one before is held, if that is possible without waiting."""
+        """Return the next block while the one before is held, if it is ready and, as no shuffled one is, small."""
         upcoming = self._upcoming
-        is_ready = upcoming is not None and self._prefetch.is_ready(self._blocks.wanted(self._group, upcoming).key)
-        return self._take() if is_ready else None
+        if upcoming is None or upcoming.cut.settings.shuffle:
+            return None
+        return self._take() if self._prefetch.is_ready(self._blocks.wanted(self._group, upcoming).key) else None
 
     def _take(self) -> tuple[RowRange, Prepared]:
         row_range = self._upcoming
