@@ -57,7 +57,7 @@ class ParquetFooter:
         group, rows = self.metadata.row_group(unit), self.rows[unit]
         places = [(self._first_leaves[name], _leaves(self.schema.field(name).type)) for name in columns]
         leaves = [group.column(first + leaf) for first, count in places for leaf in range(count)]
-        parts = min(_MOST_PARTS, sum(leaf.total_uncompressed_size for leaf in leaves) // _PART_BYTES)
+        parts = min(_MOST_PARTS, sum(int(leaf.total_uncompressed_size) for leaf in leaves) // _PART_BYTES)
         return -(-rows // max(1, parts))
 
     def _chunk(self, unit: int, column: str) -> Any:
