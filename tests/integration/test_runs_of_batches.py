@@ -108,8 +108,11 @@ def test_batches_together_equal_single(arena: Arena, seed: int) -> None:
             closing(opened.reader(coordinate=coordinate)) as reader,
             closing(opened.reader(coordinate=coordinate)) as one,
         ):
-            batches = [batch for batch in reader if not waits or reader.prefetch.settle() is None]
-            single = facts_of(one.every(1))
+            batches, single = [], facts_of(one.every(1))
+            for batch in reader:
+                batches.append(batch)
+                if waits:
+                    reader.prefetch.settle()
         assert facts_of(batches) == single
         for batch in batches:
             check_rows(batch, kept)
