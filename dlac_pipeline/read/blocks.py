@@ -6,7 +6,6 @@ from functools import cache, lru_cache
 from typing import Any
 from urllib.parse import urlsplit
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyiceberg.io import FileIO
@@ -23,7 +22,7 @@ from dlac_pipeline.lakehouse.iceberg.deletes import Once
 from dlac_pipeline.plan.cut import Slices
 from dlac_pipeline.plan.legs.leg import LegSource
 from dlac_pipeline.plan.units import UnitTable
-from dlac_pipeline.read.joining import end_to_end, join_columns, take_rows
+from dlac_pipeline.read.joining import detached, end_to_end, join_columns
 from dlac_pipeline.read.layout import WIDE_BYTES
 from dlac_pipeline.read.memory import Buffers
 
@@ -74,15 +73,18 @@ class BlockDecoder:
 
     def decode(self, units: UnitTable, slices: Slices) -> pa.Table:
         """Decode all physical rows of slices, in their order. Raises `UnitUnreadable` for a missing or corrupt file."""
+        return pa.concat_tables(self.decode_in_order(units, slices))
+
+    def decode_in_order(self, units: UnitTable, slices: Slices) -> list[pa.Table]:
+        """Decode as `decode` does. One slice stays in the parts in which it was decoded, which can be released one by one."""
         if len(slices.unit) > 1:
-            return end_to_end(self._parts(units, slices), int(slices.rows.sum()), self.buffers)
-        [part] = self._parts(units, slices)
-        # A view would keep the whole decoded row group alive, once per key group that has a slice of it.
-        is_small = 2 * part.num_rows < int(units.rows[slices.unit[0]])
-        return take_rows(part, np.arange(part.num_rows)) if is_small else part
+            return [end_to_end(self._parts(units, slices), int(slices.rows.sum()), self.buffers)]
+        [table] = self._parts(units, slices)
+        # A view would keep the whole decoded part alive, once per key group that has a slice of it.
+        return [pa.Table.from_batches([detached(part)]) for part in table.to_batches()] or [table]
 
     def decode_apart(self, units: UnitTable, slices: Slices) -> dict[str, list[pa.ChunkedArray]]:
-        """Decode rows that are read in another order: wide columns by slice, which may share memory with other blocks."""
+        """Decode rows that are read in another order: wide columns in parts, which may share memory with other blocks."""
         return join_columns(self._parts(units, slices), int(slices.rows.sum()), self.buffers, wide_bytes=WIDE_BYTES)
 
     def _parts(self, units: UnitTable, slices: Slices) -> Iterator[pa.Table]:

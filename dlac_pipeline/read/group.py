@@ -152,9 +152,12 @@ class GroupReader:
         Their values of several lengths take at most `value_bytes`, or there is one batch.
         """
         if self._only is not None:
-            left = self._row_stream(self._only).rows_left // self._slots
-            until = self._slots * np.arange(1, min(limit, left) + 1, dtype=np.int64)
-            return max(1, self._fitting({self._only: until}, value_bytes))
+            stream = self._row_stream(self._only)
+            left = min(limit, stream.rows_left // self._slots)
+            until = self._slots * np.arange(1, left + 1, dtype=np.int64)
+            found = max(1, self._fitting({self._only: until}, value_bytes))
+            ends_early = left <= found < limit and stream.take_ready()
+            return self.ready_batches(limit, value_bytes) if ends_early else found
         ready = {source: stream.ready_rows for source, stream in self._streams.items()}
         limit, tried = min(limit, sum(ready.values()) // self._slots), 0
         found = 0
@@ -170,7 +173,7 @@ class GroupReader:
         batches = len(next(iter(until_of.values())))
         if not batches:
             return 0
-        used = sum(self._row_stream(source).value_bytes(until) for source, until in until_of.items())
+        used = sum(self._row_stream(source).value_bytes(until, value_bytes) for source, until in until_of.items())
         return max(1, int(np.searchsorted(used, value_bytes, side="right")))
 
     def run(self, batches: int) -> GroupRun:

@@ -31,7 +31,7 @@ def end_to_end(parts: Iterable[pa.Table], rows: int, buffers: Buffers) -> pa.Tab
 def join_columns(
     parts: Iterable[pa.Table], rows: int, buffers: Buffers, *, wide_bytes: int | None = None
 ) -> dict[str, list[pa.ChunkedArray]]:
-    """Return each column of tables laid end to end as `end_to_end` does, but by part if its rows have so many bytes."""
+    """Return each column of tables laid end to end as `end_to_end` does, but in parts if its rows have so many bytes."""
     joined: dict[str, _Joined] = {}
     apart: dict[str, list[pa.ChunkedArray]] = {}
     for part in parts:
@@ -43,7 +43,7 @@ def join_columns(
                 else:
                     joined[name] = _Joined(column.type, rows, buffers)
             if name in apart:
-                apart[name].append(column)
+                apart[name] += [pa.chunked_array([chunk]) for chunk in column.chunks]
             else:
                 joined[name].add(column)
     return apart | {name: [column.joined()] for name, column in joined.items()}
@@ -72,7 +72,7 @@ class _Joined:
             if not len(chunk):
                 self._chunks += [] if self._copied.rows else [chunk]
             elif any(map(len, self._chunks)) or not self._copied.add(chunk):
-                self._chunks = [*self._copied.given_up(), *filter(len, self._chunks), _alone(chunk)]
+                self._chunks = [*self._copied.given_up(), *filter(len, self._chunks), detached(chunk)]
 
     def joined(self) -> pa.ChunkedArray:
         chunks = self._copied.given_up() or self._chunks
@@ -162,11 +162,11 @@ def _is_byte_string(kind: pa.DataType) -> bool:
     return large_form(kind) in (pa.large_string(), pa.large_binary())
 
 
-def _alone(array: Any) -> Any:
-    """Return an array without memory of other rows: a copy, if it is a small part of what was decoded together."""
-    if 2 * array.nbytes >= array.get_total_buffer_size():
-        return array
-    return array.take(pa.array(np.arange(len(array))))
+def detached(rows: Any) -> Any:
+    """Return an array or a record batch without memory of other rows: a copy, if it is a small part of what was decoded."""
+    if 2 * rows.nbytes >= rows.get_total_buffer_size():
+        return rows
+    return rows.take(pa.array(np.arange(len(rows))))
 
 
 def _flat(array: Any) -> Bytes | None:

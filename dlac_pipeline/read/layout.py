@@ -6,6 +6,7 @@ batch is made of a few contiguous copies.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -46,11 +47,16 @@ def lay_out(
 ) -> Iterator[Segment]:
     """Yield the rows of columns in this order as segments, from live row `start` on.
 
-    A column has one part or several, whose rows are numbered through. A span of rows of one part is not copied.
+    A column has one part or several, whose rows are numbered through. Those of a span of rows are not copied.
     """
     if isinstance(rows, slice):
-        part = {name: _span_of(parts[0], rows) for name, parts in columns.items()}
-        yield Segment(start, start + rows.stop - rows.start, part)
+        ends = np.cumsum([0, *(part.rows for part in next(iter(columns.values())))]).tolist()
+        for index, (begin, end) in enumerate(pairwise(ends)):
+            low, high = max(begin, rows.start), min(end, rows.stop)
+            if low < high:
+                mine = slice(low - begin, high - begin)
+                part = {name: _span_of(parts[index], mine) for name, parts in columns.items()}
+                yield Segment(start + low - rows.start, start + high - rows.start, part)
         return
     nbytes = sum(part.nbytes for parts in columns.values() for part in parts)
     taken = {name: _Gather(parts) if len(parts) > 1 else _Single(parts[0], buffers) for name, parts in columns.items()}

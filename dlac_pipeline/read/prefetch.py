@@ -86,6 +86,13 @@ class Prefetcher:
         """Wait until everything that may be prepared ahead by now is prepared."""
         wait([request.future for request in self._ahead.values()])
 
+    def is_ready(self, key: BlockKey) -> bool:
+        """Return True if a block that was requested ahead is prepared, and the budget has room for another one like it."""
+        request = self._ahead.get(key)
+        if request is None or not request.future.done() or request.future.cancelled() or request.future.exception():
+            return False
+        return self._used() + request.size_bytes <= self._budget_bytes
+
     def begin(self, key: BlockKey) -> None:
         """Begin to prepare a block that is needed now, whatever the budget."""
         if (wanted := self._waiting.pop(key, None)) is not None:

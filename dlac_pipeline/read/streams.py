@@ -124,7 +124,7 @@ class BlockWalk(Generic[Prepared]):
         self._prefetch = blocks.prefetch
         self._group = group
         self._row_ranges = blocks.row_ranges(group, cursor)
-        self._current: Wanted[Prepared] | None = None
+        self._held: deque[Wanted[Prepared]] = deque()
         self._upcoming = next(self._row_ranges, None)
         self._ask()
 
@@ -132,12 +132,22 @@ class BlockWalk(Generic[Prepared]):
         return self
 
     def __next__(self) -> tuple[RowRange, Prepared]:
-        row_range = self._upcoming
         self.release()
+        return self._take()
+
+    def take_ready(self) -> tuple[RowRange, Prepared] | None:
+        """Return the next block while the one before is held, if it is ready and, as no shuffled one is, small."""
+        upcoming = self._upcoming
+        if upcoming is None or upcoming.cut.settings.shuffle:
+            return None
+        return self._take() if self._prefetch.is_ready(self._blocks.wanted(self._group, upcoming).key) else None
+
+    def _take(self) -> tuple[RowRange, Prepared]:
+        row_range = self._upcoming
         if row_range is None:
             raise StopIteration
-        self._current = self._blocks.wanted(self._group, row_range)
-        prepared = self._prefetch.take(self._current)
+        self._held.append(self._blocks.wanted(self._group, row_range))
+        prepared = self._prefetch.take(self._held[-1])
         self._upcoming = next(self._row_ranges, None)
         self._ask()
         return row_range, prepared
@@ -153,10 +163,9 @@ class BlockWalk(Generic[Prepared]):
         if self._upcoming is not None:
             self._prefetch.begin(self._blocks.wanted(self._group, self._upcoming).key)
 
-    def shrink(self, nbytes: int) -> None:
-        """Count so many bytes of the held block from now on."""
-        if self._current is not None:
-            self._prefetch.shrink(self._current.key, nbytes)
+    def shrink(self, nbytes: int, *, blocks: int = 1) -> None:
+        """Count so many bytes from now on of the `blocks`-th of the held blocks, from the last."""
+        self._prefetch.shrink(self._held[-blocks].key, nbytes)
 
     @property
     def is_ended(self) -> bool:
@@ -167,11 +176,10 @@ class BlockWalk(Generic[Prepared]):
         if self._upcoming is not None:
             self._prefetch.ask(self._blocks.wanted(self._group, self._upcoming))
 
-    def release(self) -> None:
-        """Release the held block, which is read."""
-        if self._current is not None:
-            self._prefetch.release(self._current.key)
-            self._current = None
+    def release(self, *, keep: int = 0) -> None:
+        """Release the held blocks, which are read, but for the last `keep`."""
+        while len(self._held) > keep:
+            self._prefetch.release(self._held.popleft().key)
 
 
 class UndecodedWalk:
@@ -187,13 +195,16 @@ class UndecodedWalk:
             raise StopIteration
         return row_range, [Segment(row_range.start, row_range.stop, {})]
 
-    def release(self) -> None:
+    def take_ready(self) -> None:
+        """Return None: no block is prepared."""
+
+    def release(self, *, keep: int = 0) -> None:
         """Do nothing: no block is held."""
 
     def begin(self) -> None:
         """Do nothing: no block is prepared."""
 
-    def shrink(self, nbytes: int) -> None:
+    def shrink(self, nbytes: int, *, blocks: int = 1) -> None:
         """Do nothing: no block is held."""
 
     @property
@@ -214,17 +225,19 @@ class RowStream:
     _row_range: RowRange | None = None
     _segments: deque[Segment] = field(default_factory=deque)
     """Segments of the block being read that are left, the one being read first."""
+    _next: tuple[RowRange, list[Segment]] | None = None
+    """The block after it, if that is taken."""
     _at: int = 0
 
     @property
     def in_last_block(self) -> bool:
         """True if no further block follows the one being read."""
-        return self._walk.is_ended
+        return self._walk.is_ended and self._next is None
 
     @property
     def exhausted(self) -> bool:
         """True if no row can follow."""
-        return self._walk.is_ended and (self._row_range is None or self._at == self._row_range.stop)
+        return self._walk.is_ended and not self.rows_left
 
     def take(self, count: int, low: int, high: int) -> Given:
         """Pass up to `count` rows, and give those from the `low`-th to before the `high`-th of them."""
@@ -250,27 +263,42 @@ class RowStream:
 
     @property
     def rows_left(self) -> int:
+        """Rows that are left of the block being read, and of the one after it if that is taken."""
+        following = 0 if self._next is None else self._next[0].stop - self._next[0].start
+        return following + self._rows_here
+
+    @property
+    def _rows_here(self) -> int:
         """Rows of the block being read that are left."""
         return 0 if self._row_range is None else self._row_range.stop - self._at
 
-    def value_bytes(self, until: Ints) -> Ints:
-        """Return the bytes of the values of several lengths in the next until[i] rows, which are in the block, for each i."""
+    def take_ready(self) -> bool:
+        """Take the block after the one being read, if it is ready. Return True if it is taken now."""
+        before, self._next = self._next, self._next or self._walk.take_ready()
+        return self._next is not before
+
+    def value_bytes(self, until: Ints, most: int) -> Ints:
+        """Return the bytes of the values of several lengths in the next until[i] rows, for each i. Above `most` it is a bound."""
         used = np.zeros(len(until), dtype=np.int64)
-        for segment in self._segments:
-            first = max(self._at, segment.start)
-            if first > self._at + int(until[-1]):
+        left = [(segment.start - self._at, segment) for segment in self._segments]
+        if self._next is not None:
+            shift = self._rows_here - self._next[0].start
+            left += [(segment.start + shift, segment) for segment in self._next[1]]
+        for begin, segment in left:
+            first = max(0, begin)
+            if first > int(until[-1]) or used[-1] > most:
                 break
-            stops = np.minimum(np.maximum(self._at + until, first), segment.stop) - segment.start
+            stops = np.minimum(np.maximum(until, first), begin + segment.stop - segment.start) - begin
             for column in segment.columns.values():
                 if column.offsets is not None:
-                    used += (column.offsets[stops] - column.offsets[first - segment.start]) * column.values.itemsize
+                    used += (column.offsets[stops] - column.offsets[first - begin]) * column.values.itemsize
         return used
 
     def begin_next(self, rows: int) -> None:
         """Release a block that is read, and begin to prepare the next one if so many rows, which are needed now, lead into it."""
-        if not self.rows_left:
+        if not self._rows_here:
             self._segments.clear()
-            self._walk.release()
+        self._walk.release(keep=bool(self._rows_here) + (self._next is not None))
         if self.rows_left < rows:
             self._walk.begin()
 
@@ -304,12 +332,13 @@ class RowStream:
         """Return the block and the segment with the next row."""
         if self._row_range is None or self._at == self._row_range.stop:
             self._segments.clear()
-            self._row_range, segments = next(self._walk)
+            self._row_range, segments = self._next or next(self._walk)
+            self._next = None
             self._segments.extend(segments)
             self._at = self._row_range.start
         elif self._at == self._segments[0].stop:
             self._segments.popleft()
-            self._walk.shrink(size_of_segments(self._segments))
+            self._walk.shrink(size_of_segments(self._segments), blocks=1 if self._next is None else 2)
         return self._row_range, self._segments[0]
 
     def _advance(self, row_range: RowRange, stop: int) -> BlockAdvance:

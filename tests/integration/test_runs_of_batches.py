@@ -7,11 +7,12 @@ import pyarrow as pa
 import pytest
 import torch
 
+from dlac_pipeline.lakehouse.files import parquet
 from dlac_pipeline.plan.legs.choice import first_leg
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.plan.planner import make_plan
 from dlac_pipeline.plan.slots import DataCoordinate
-from dlac_pipeline.read import layout
+from dlac_pipeline.read import layout, streams
 from dlac_pipeline.read import reader as reading
 from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.read.opening.open_leg import open_leg
@@ -98,13 +99,20 @@ def test_batches_together_equal_single(arena: Arena, seed: int) -> None:
     leg = first_leg(spec, [make_plan(arena.lakehouse, source) for source in spec.sources])
     opened = open_leg(Plans(arena.lakehouse), leg, spec)
     arena.monkeypatch.setattr(reading, "_RUN_BYTES", int(random.choice([2**14, 2**18, 2**24])))
+    arena.monkeypatch.setattr(parquet, "_PART_BYTES", int(random.choice([2**10, 2**20])))
+    arena.monkeypatch.setattr(streams, "PORTION_BYTES", int(random.choice([1, 2**22])))
+    waits = bool(random.integers(2))  # then the following blocks are ready
     for index in range(readers):
         coordinate = DataCoordinate(index, readers)
         with (
             closing(opened.reader(coordinate=coordinate)) as reader,
             closing(opened.reader(coordinate=coordinate)) as one,
         ):
-            batches, single = [*reader], facts_of(one.every(1))
+            batches, single = [], facts_of(one.every(1))
+            for batch in reader:
+                batches.append(batch)
+                if waits:
+                    reader.prefetch.settle()
         assert facts_of(batches) == single
         for batch in batches:
             check_rows(batch, kept)

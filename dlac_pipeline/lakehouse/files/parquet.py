@@ -14,6 +14,9 @@ from dlac_pipeline.lakehouse.files.file_format import Bounds
 
 _NANOSECONDS = (pa.timestamp("ns"), pa.timestamp("ns", "UTC"))
 _MICROSECONDS = {ice.TimestampType, ice.TimestamptzType}
+_PART_BYTES = 2**20
+"""Bytes that are decoded at once where one thread decodes: they fit into a processor's cache, and no buffer grows far."""
+_MOST_PARTS = 32
 
 
 class ParquetFooter:
@@ -49,6 +52,14 @@ class ParquetFooter:
         chunk = self._chunk(unit, column)
         return chunk.num_values, None if chunk.statistics is None else chunk.statistics.null_count
 
+    def part_rows(self, unit: int, columns: Iterable[str]) -> int:
+        """Return into how many rows at a time columns of a row group are decoded by one thread."""
+        group, rows = self.metadata.row_group(unit), self.rows[unit]
+        places = [(self._first_leaves[name], _leaves(self.schema.field(name).type)) for name in columns]
+        leaves = [group.column(first + leaf) for first, count in places for leaf in range(count)]
+        parts = min(_MOST_PARTS, sum(int(leaf.total_uncompressed_size) for leaf in leaves) // _PART_BYTES)
+        return -(-rows // max(1, parts))
+
     def _chunk(self, unit: int, column: str) -> Any:
         return self.metadata.row_group(unit).column(self._first_leaves[column])
 
@@ -76,6 +87,9 @@ class Parquet:
         """Decode a row group. If it is `remote`, all column chunks are read in few coalesced ranges, by other threads."""
         known = {"metadata": footer.metadata, "coerce_int96_timestamp_unit": footer.time_unit}
         file = pq.ParquetFile(stream, pre_buffer=remote, **known)
+        part_rows = footer.rows[unit] if threads else footer.part_rows(unit, columns)
+        if part_rows < footer.rows[unit]:
+            return pa.Table.from_batches(file.iter_batches(part_rows, [unit], list(columns), use_threads=False))
         return file.read_row_group(unit, columns=list(columns), use_threads=threads)
 
 

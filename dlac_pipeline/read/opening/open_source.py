@@ -40,8 +40,8 @@ class OpenSource:
         rows = as_span(row_range.rows_of(row_range.start, row_range.stop))
         units, slices = row_range.cut.units, row_range.slices
         if isinstance(rows, slice):
-            table = self.decoder.decode(units, slices)
-            decoded = {name: [table[name]] for name in table.column_names}
+            parts = self.decoder.decode_in_order(units, slices)
+            decoded = {name: [part[name] for part in parts] for name in parts[0].column_names}
         else:
             decoded = self.decoder.decode_apart(units, slices)
         origin, live = _origin(row_range), _live_mask(row_range)
