@@ -3,7 +3,7 @@
 import os
 import signal
 import threading
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer import Argument, Option
@@ -11,9 +11,11 @@ from typer import Argument, Option
 from dlac_pipeline.cli import shared as ui
 from dlac_pipeline.cli.display import TrainingDisplay, describe_outcome
 from dlac_pipeline.lakehouse.doors import Door
-from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
-from dlac_pipeline.spec.launch_request import Request
-from dlac_pipeline.spec.spec_problems import LONGEST_WAIT_S
+from dlac_pipeline.spec.bounds import LONGEST_WAIT_S
+
+if TYPE_CHECKING:
+    from dlac_pipeline.spec.job_spec import JobSpec
+    from dlac_pipeline.spec.launch_request import Request
 
 LAUNCH_OPTIONS = Door("dlac.launch_options", "kind of options")
 """An entry is a function of options, the environment, the launch section and the run. It returns settings of the section."""
@@ -79,6 +81,8 @@ def train(
     With several nodes, start the same command on each of them. A node that gets SIGTERM exits, and the others continue. With
     launch.on = "slurm" or "kubernetes" this command submits one job and follows it. If it is stopped, it cancels the job.
     """
+    from dlac_pipeline.spec.launch_request import Request
+
     job = ui.resolved(spec, home)
     environment = os.environ if job.launch.on == "here" else {}
     if context.args or any(name.startswith(TORCHRUN_PREFIX) for name in environment):
@@ -109,7 +113,9 @@ def rendezvous(address: Annotated[str, Argument(help="host:port, the same addres
     serve_rendezvous(address, stop, lambda: ui.show_text(f"serving the rendezvous at {address}"))
 
 
-def _with_launch(job: JobSpec, options: dict[str, object]) -> JobSpec:
+def _with_launch(job: "JobSpec", options: dict[str, object]) -> "JobSpec":
+    from dlac_pipeline.spec.job_spec import parse_spec
+
     return parse_spec({**job.model_dump(), "launch": {**job.launch.model_dump(), **options}}, origin="the command line")
 
 
@@ -131,12 +137,14 @@ def recover(
     ] = 30.0,
 ) -> None:
     """Resume a run by its name, from the committed ledger. Older launches that may be alive are fenced off."""
+    from dlac_pipeline.spec.launch_request import Request
+
     ledger = ui.ledger_of(spec, home)
     ledger.head_rows(run)  # a typo is to begin nothing
     _launch(Request(spec=ui.spec_of_run(run, spec, home, lakehouse=ledger.lakehouse), takeover=True, wait_s=wait_s))
 
 
-def _launch(request: Request) -> None:
+def _launch(request: "Request") -> None:
     from dlac_pipeline.launchers.orchestrator import on_ending_signals, on_signals
     from dlac_pipeline.launchers.protocol import launcher_for
 

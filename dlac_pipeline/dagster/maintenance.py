@@ -21,7 +21,8 @@ from dlac_pipeline.dagster.metadata import table
 from dlac_pipeline.dagster.resources import LakehouseResource
 from dlac_pipeline.lakehouse import errors
 from dlac_pipeline.lakehouse.config import KEEP_SNAPSHOTS, MOST_SNAPSHOTS
-from dlac_pipeline.spec.spec_problems import MOST_STEPS, Section
+from dlac_pipeline.spec.bounds import MOST_STEPS
+from dlac_pipeline.spec.spec_problems import Section
 
 if TYPE_CHECKING:
     from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse

@@ -16,8 +16,7 @@ from dlac_pipeline.lakehouse.ledger.branches import exclusions_in_force
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.older_ledger import check_ledger
 from dlac_pipeline.lakehouse.ledger.recoveries import Recovery, recoveries_of
-from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, LedgerRow
-from dlac_pipeline.spec.launch_spec import NODES
+from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, NODES, LedgerRow
 from dlac_pipeline.supervise import claims
 from dlac_pipeline.supervise.liveness.launch_liveness import liveness_of
 from dlac_pipeline.supervise.liveness.run_lock import lock_path
