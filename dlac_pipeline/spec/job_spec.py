@@ -129,6 +129,16 @@ class SourceSpec(spec_problems.Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _declares_read_columns(self) -> SourceSpec:
+        declared = [name for name in ("nullable", "ragged") if getattr(self, name)]
+        if self.transform and declared:
+            raise ValueError(
+                f"expected neither nullable nor ragged beside transform, whose result has neither nulls nor ragged lists, found "
+                f"{declared[0]} = {getattr(self, declared[0])!r}: remove it, and fill nulls or pad lists in the transform"
+            )
+        return self
+
     @property
     def snapshot_id(self) -> int | None:
         """The snapshot to pin, or None for that of `ref`."""

@@ -77,7 +77,7 @@ def run_status(lakehouse: Lakehouse, run: str) -> dict[str, Any]:
         "goodput": goodput_of_rows(rows, recoveries),
         "gave_up": given_up[-1] if given_up and not finished else None,
         "last_failure": current_failure(rows, recoveries),
-        "total_steps": _total_steps(rows),
+        "total_steps": total_steps_of(rows),
         "launch": standing.state,
         "launch_note": standing.note,
         "next_command": standing.next_command,
@@ -110,7 +110,7 @@ def list_runs(lakehouse: Lakehouse) -> list[dict[str, Any]]:
             "state": "finished" if standing.state == "finished" else "open",
             "launch": standing.state,
             "step": 0 if head is None else head.step,
-            "total_steps": _total_steps(rows),
+            "total_steps": total_steps_of(rows),
             "head_checkpoint": fence.head,
             "head_committed_at": None if head is None else head.committed_at,
             "attempts": fence.attempt,
@@ -144,6 +144,9 @@ def _standing_of_launch(rows: list[LedgerRow], run: str, attempt: int, recoverie
         note = f"attempt {attempt}, process {holder} on this node"
         return Standing(state="training", note=note, command=("status", run, "--watch"))
     ended = _ended_in_order(rows, attempt)
+    if ended == "caught up":
+        note = f"`{shlex.join(('dlac', *_resume(rows, run)))}` trains rows that are appended later"
+        return Standing(state=ended, note=note, command=("audit", run))
     if ended is not None:
         return Standing(state=ended, command=_resume(rows, run))
     if not signs.here and signs.silent_s < LOST_AFTER_S:
@@ -180,12 +183,14 @@ def _resume(rows: list[LedgerRow], run: str) -> tuple[str, ...]:
     return ("recover", run) if known else ("recover", run, "--spec", SPEC_PLACEHOLDER)
 
 
-def _total_steps(rows: list[LedgerRow]) -> int | None:
-    """Return the last step of the run, as the last attempt that trains or else the head records it, or None."""
+def total_steps_of(rows: list[LedgerRow]) -> int | None:
+    """Return the last step of the run, as the last attempt recorded it at its start or with its head, or None."""
     fence = run_rows.fence_of_rows(rows)
     head = run_rows.checkpoint_rows(rows).get(fence.head or "")
     if run_rows.finished_of_rows(rows):
         return None if head is None else head.step
+    if head is not None and head.attempt == fence.attempt:  # replays of skipped steps have come since the start
+        return head.total_steps
     folder = run_rows.claim_of(rows, fence.attempt).launch_folder
     announced = read_total_steps(Path(folder)) if folder else None
     return announced if announced is not None or head is None else head.total_steps
