@@ -510,6 +510,10 @@ def read_spec(path: Path, *, overrides: Mapping[str, Any] | None = None) -> JobS
         where = "" if at is None else f" in line {at.line + 1}, column {at.column + 1}"
         reason = getattr(err, "problem", None) or type(err).__name__
         raise SpecInvalid(f"cannot read the job spec {str(path)!r}: {reason}{where}") from None
+    except FileNotFoundError as err:
+        raise SpecInvalid(
+            f"cannot read the job spec {str(path)!r}: no such file; correct the path, or write one with `dlac init`"
+        ) from err
     except (OSError, ValueError, RecursionError) as err:  # of a number of thousands of digits as well
         raise SpecInvalid(f"cannot read the job spec {str(path)!r}: {err}") from err
     if not isinstance(raw, dict):
