@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from dlac_pipeline.spec.job_spec import JobSpec
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-TRAIN, RECOVER, AUDIT, STORAGE = "Train", "Recover", "Audit", "Storage"
+TRAIN, RECOVER, STORAGE = "Train", "Recover", "Storage"
 """Groups of commands in the help of `dlac`."""
 SPEC_PLACEHOLDER = "FILE"
 """Placeholder in a command for a job spec whose path is unknown on this node."""

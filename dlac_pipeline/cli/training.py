@@ -1,12 +1,11 @@
-"""Training: plan a job, train it, serve a rendezvous, recover a run."""
+"""Training: plan a job, train it, recover a run."""
 
 import os
 import signal
-import threading
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from typer import Argument, Option
+from typer import Option
 
 from dlac_pipeline.cli import shared as ui
 from dlac_pipeline.cli.display import TrainingDisplay, describe_outcome
@@ -97,20 +96,6 @@ def train(
     from dlac_pipeline.launchers.protocol import render_job
 
     ui.OUT.print(render_job(request), markup=False, highlight=False, soft_wrap=True)
-
-
-@ui.command(app, ui.TRAIN, "dlac rendezvous node-1:29400")
-def rendezvous(address: Annotated[str, Argument(help="host:port, the same address as on the nodes of a run.")]) -> None:
-    """Serve the rendezvous of runs on several nodes, on a node that outlives them. SIGTERM or Ctrl-C ends it.
-
-    Without this command one of the nodes serves it, and the others cannot meet while that node is unavailable.
-    """
-    from dlac_pipeline.elastic.endpoint import serve_rendezvous
-    from dlac_pipeline.launchers.orchestrator import on_signals
-
-    stop = threading.Event()
-    on_signals((signal.SIGINT, signal.SIGTERM), stop.set)
-    serve_rendezvous(address, stop, lambda: ui.show_text(f"serving the rendezvous at {address}"))
 
 
 def _with_launch(job: "JobSpec", options: dict[str, object]) -> "JobSpec":

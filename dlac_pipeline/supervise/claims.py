@@ -42,12 +42,6 @@ def trained_attempts(rows: Sequence[LedgerRow]) -> list[int]:
     return [row.attempt for row in rows if isinstance(row, ClaimRow) and row.trains]
 
 
-def ranks_of_attempt(lakehouse: Lakehouse, rows: Sequence[LedgerRow], run: str, attempt: int) -> tuple[int, int]:
-    """Return the ranks of an attempt, and the shares that they read, by its job spec. Raises as `spec_of_attempt`."""
-    launch = spec_of_attempt(lakehouse, rows, run, attempt).launch
-    return launch.world_size, launch.world_size // launch.processes_per_reader
-
-
 def spec_of_attempt(lakehouse: Lakehouse, rows: Sequence[LedgerRow], run: str, attempt: int) -> "JobSpec":
     """Return the job spec in an attempt's launch folder, with the places of `lakehouse`. Raise `NoSuchJobSpec` without one."""
     folder = claim_of(rows, attempt).launch_folder

@@ -16,7 +16,7 @@ from dlac_pipeline.lakehouse.ledger.branches import exclusions_in_force
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.older_ledger import check_ledger
 from dlac_pipeline.lakehouse.ledger.recoveries import Recovery, recoveries_of
-from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, NODES, LedgerRow
+from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, NODES, LedgerRow, Purpose
 from dlac_pipeline.supervise import claims
 from dlac_pipeline.supervise.liveness.launch_liveness import liveness_of
 from dlac_pipeline.supervise.liveness.run_lock import lock_path
@@ -25,6 +25,8 @@ from dlac_pipeline.supervise.retry_policy import LOST_AFTER_S
 
 _KEYS = ("run", "seq", "kind", "attempt", "nonce")
 _COLUMNS = (*_KEYS, "step", "checkpoint_id", "parent", "head_after", "committed_at", "reason", "checkpoint", "claim")
+_IDLE: dict[Purpose, str] = {"adopts": "adopted", "rewinds": "rewound", "forks": "forked"}
+"""Purpose of an attempt that trains nothing -> the state of its run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,7 +132,7 @@ def standing_of(rows: list[LedgerRow], recoveries: Sequence[Recovery] = ()) -> S
     run, attempt = rows[0].run, run_rows.fence_of_rows(rows).attempt
     if run_rows.finished_of_rows(rows):
         return Standing(state="finished", command=("audit", run))
-    begun = run_rows.idle_kind(rows, attempt)
+    begun = _idle_kind(rows, attempt)
     if begun is not None:
         return Standing(state=begun, note="not launched since", command=_resume(rows, run))
     return _standing_of_launch(rows, run, attempt, recoveries)
@@ -194,3 +196,9 @@ def total_steps_of(rows: list[LedgerRow]) -> int | None:
     folder = run_rows.claim_of(rows, fence.attempt).launch_folder
     announced = read_total_steps(Path(folder)) if folder else None
     return announced if announced is not None or head is None else head.total_steps
+
+
+def _idle_kind(rows: Sequence[LedgerRow], attempt: int) -> str | None:
+    """Return the state of a run whose attempt trains nothing (adopted, rewound or forked), or None for one that trains."""
+    purpose = run_rows.claim_of(rows, attempt).purpose
+    return None if purpose is None else _IDLE[purpose]
