@@ -119,8 +119,8 @@ def test_markup_is_shown_literally(event: dict[str, Any], expected: str) -> None
 
 def test_empty_run_is_not_exact() -> None:
     """An audit of a run that has trained nothing proves nothing, and says so."""
-    counts = {field.name: 0 for field in fields(AuditReport) if field.default is MISSING}
-    none = {"head_checkpoint": None, "adopted_from": None, "forked_from": None, "problems": ()}
+    counts: dict[str, Any] = {field.name: 0 for field in fields(AuditReport) if field.default is MISSING}
+    none: dict[str, Any] = {"head_checkpoint": None, "adopted_from": None, "forked_from": None, "problems": ()}
     report = AuditReport(**{**counts, **none, "run": "r", "finished": False})
     shown = []
     for each in (report, replace(report, head_checkpoint="r-1", checkpoints=1)):
