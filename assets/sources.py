@@ -4,7 +4,7 @@ import dagster as dg
 
 from dlac_pipeline.dagster.metadata import column_schema
 from dlac_pipeline.dagster.resources import LakehouseResource
-from dlac_pipeline.spec.job_spec import home_folder
+from dlac_pipeline.lakehouse.config import home_folder
 
 OWNERS = ["team:ml-platform"]
 """Owners on the asset pages: those who run the lakehouse."""

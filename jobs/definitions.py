@@ -10,7 +10,7 @@ from assets.sources import OWNERS, corpus, tokens
 from catalog import PROFILE
 from dlac_pipeline.dagster import Recovery
 from dlac_pipeline.dagster.components.training_run import FOLDER, build_runs_of
-from dlac_pipeline.spec.job_spec import home_folder
+from dlac_pipeline.lakehouse.config import home_folder
 
 ingest_job = dg.define_asset_job(
     "ingest_job",

@@ -191,7 +191,11 @@ def _problem_of_file(io: FileIO, path: str, units: list[dict[str, Any]], expired
         planned = (unit["first_row"], unit["rows"])
         if found.get(unit["row_group"]) != planned:
             return (
-                f"expected (first row, rows) {planned} in row group {unit['row_group']} of data file {path!r}, "
-                f"found {found.get(unit['row_group'])!r}"
+                f"expected {_describe_rows(planned)} in row group {unit['row_group']} of data file {path!r}, as planned, found "
+                f"{_describe_rows(found.get(unit['row_group']))}: the file was changed since; restore it"
             )
     return None
+
+
+def _describe_rows(rows: tuple[int, int] | None) -> str:
+    return "no such row group" if rows is None else f"{rows[1]:,} rows from row {rows[0]:,}"

@@ -18,10 +18,17 @@ def audit_table(report: AuditReport) -> Table:
     for what, value in _lines(report):
         table.add_row(what, Text(value))  # names and paths are no markup
     table.add_section()
-    table.add_row("exact", Text("yes", style="green") if report.exact else Text("NO", style="bold red"))
+    table.add_row("exact", _verdict(report))
     for problem in report.problems:
         table.add_row(Text("problem", style="red"), Text(problem, justify="left"))
     return table
+
+
+def _verdict(report: AuditReport) -> Text:
+    if not report.exact:
+        return Text("NO", style="bold red")
+    is_empty = not report.checkpoints and report.head_checkpoint is None
+    return Text("nothing was trained", style="yellow") if is_empty else Text("yes", style="green")
 
 
 def _lines(report: AuditReport) -> list[tuple[str, str]]:

@@ -51,8 +51,3 @@ def format_count(count: int, noun: str, plural: str | None = None) -> str:
 def format_bytes(count: int | None) -> str:
     """Return a number of bytes as text, such as 17.5 kB, or an empty string if it is unknown."""
     return "" if count is None else decimal(count)
-
-
-def format_rate(per_s: float, noun: str) -> str:
-    """Write a rate: 12 samples/s, 0.42 steps/s."""
-    return f"{per_s:,.0f} {noun}/s" if per_s >= 10 else f"{per_s:.2g} {noun}/s"

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from itertools import pairwise
 
-from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow, LedgerRow
+from dlac_pipeline.lakehouse.ledger.typed_rows import NODES, CheckpointRow, ClaimRow, LedgerRow
 from dlac_pipeline.spec.job_spec import CheckpointSpec
-from dlac_pipeline.spec.launch_spec import NODES, NOTICES
+from dlac_pipeline.spec.launch_spec import NOTICES
 
 _MOST_OVERHEAD = 0.1
 """Share of the time that checkpoints may take at the most, whatever the failure rate."""

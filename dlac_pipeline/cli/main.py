@@ -15,13 +15,10 @@ import typer
 from rich.text import Text
 from typer import Option
 
-from dlac_pipeline.cli import (
-    lakehouse,
-    training,
-)
+from dlac_pipeline.cli import training
 from dlac_pipeline.cli.display import Interrupted
-from dlac_pipeline.cli.extension_commands import ExtensibleGroup
-from dlac_pipeline.cli.shared import ERR, OUT, terminal_text
+from dlac_pipeline.cli.extension_commands import ExtensibleGroup, InnerGroup
+from dlac_pipeline.cli.shared import ERR, OUT, STORAGE, terminal_text
 from dlac_pipeline.lakehouse.errors import DlacError
 from dlac_pipeline.lakehouse.variables import check_pyiceberg
 from dlac_pipeline.launchers.bug_report import report_unexpected
@@ -38,8 +35,16 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for _part in (training, lakehouse):
-    app.add_typer(_part.app)
+_GROUPS = {
+    "table": "list and release the pins of source tables, and register Parquet files as one.",
+    "ledger": "keep DLAC's own tables small, and rebuild the ledger after a loss.",
+    "checkpoint": "list, tag, verify, retire and export checkpoints, and adopt checkpoints of other programs.",
+}
+"""Name of a group of commands -> its help. Extensions have its commands."""
+app.add_typer(training.app)
+for _name, _help in _GROUPS.items():
+    _group = typer.Typer(cls=InnerGroup, no_args_is_help=True)
+    app.add_typer(_group, name=_name, help=f"Group: {_help}", rich_help_panel=STORAGE)
 
 
 def _print_version(requested: bool) -> None:

@@ -1,4 +1,7 @@
-"""Shared parts of subcommands: their options, the place of the lakehouse, and the display of facts."""
+"""Shared parts of subcommands: their options, the place of the lakehouse, and the display of facts.
+
+A help imports neither pydantic nor the ledger, so the functions import both.
+"""
 
 import math
 import os
@@ -24,18 +27,17 @@ from rich.text import Text
 from typer import Argument, Option
 
 from dlac_pipeline.audit.wording import format_bytes
-from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import NoSuchJobSpec, SpecInvalid
-from dlac_pipeline.lakehouse.ledger.run_rows import check_run_name
 from dlac_pipeline.lakehouse.plain_json import strict_json
-from dlac_pipeline.spec.job_spec import JobSpec, home_folder, parse_spec, read_spec
 
 if TYPE_CHECKING:
+    from dlac_pipeline.lakehouse.config import LakehouseConfig
     from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
     from dlac_pipeline.lakehouse.ledger.ledger import Ledger
+    from dlac_pipeline.spec.job_spec import JobSpec
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-TRAIN, RECOVER, AUDIT, STORAGE = "Train", "Recover", "Audit", "Storage"
+TRAIN, RECOVER, STORAGE = "Train", "Recover", "Storage"
 """Groups of commands in the help of `dlac`."""
 SPEC_PLACEHOLDER = "FILE"
 """Placeholder in a command for a job spec whose path is unknown on this node."""
@@ -75,6 +77,14 @@ class SafeConsole(Console):
 OUT = SafeConsole(width=None if getattr(sys.stdout, "isatty", bool)() else WIDE)
 ERR = SafeConsole(stderr=True)
 
+
+def check_run(run: str | None) -> str | None:
+    """Return the name of a run, if any. Raise `SpecInvalid` if a run cannot have it."""
+    from dlac_pipeline.lakehouse.ledger.run_rows import check_run_name
+
+    return run if run is None else check_run_name(run)
+
+
 Home = Annotated[
     Path | None,
     Option(
@@ -92,7 +102,7 @@ SpecOption = Annotated[
         help="Job spec with the lakehouse, if that is not in the home folder, and with the run, if another node launched it.",
     ),
 ]
-RunName = Annotated[str, Argument(help="Name of the training run.", callback=check_run_name)]
+RunName = Annotated[str, Argument(help="Name of the training run.", callback=check_run)]
 Step = Annotated[int | None, Option(help="Step of the checkpoint. Unset: the head.")]
 CheckpointId = Annotated[
     str | None, Option("--checkpoint", help="Id of the checkpoint, if several branches have one of that step.")
@@ -167,8 +177,11 @@ def _check_expanded(path: Path) -> None:
         raise SpecInvalid(f"expected a path, found {str(path)!r} with the home folder of an unknown user: write it out")
 
 
-def resolved(spec: Path, home: Path | None) -> JobSpec:
+def resolved(spec: Path, home: Path | None) -> "JobSpec":
     """The job spec in a file, with the embedded lakehouse of `home` where it names none."""
+    from dlac_pipeline.lakehouse.config import home_folder
+    from dlac_pipeline.spec.job_spec import read_spec
+
     return read_spec(spec).resolved(home or home_folder())
 
 
@@ -187,8 +200,10 @@ def lakehouse_of(
     return connect(config_of(home, catalog), create=create, damaged=damaged)
 
 
-def config_of(home: Path | None, catalog: str | None = None) -> LakehouseConfig:
+def config_of(home: Path | None, catalog: str | None = None) -> "LakehouseConfig":
     """Return the settings of a named catalog, else of the embedded lakehouse of `home`."""
+    from dlac_pipeline.lakehouse.config import LakehouseConfig, home_folder
+
     return LakehouseConfig(name=catalog).at_home(home or home_folder())
 
 
@@ -199,22 +214,24 @@ def ledger_of(spec: Path | None, home: Path | None) -> "Ledger":
     return Ledger(lakehouse_of(spec, home))
 
 
-def given_spec(run: str, spec: Path | None, home: Path | None) -> JobSpec | None:
+def given_spec(run: str, spec: Path | None, home: Path | None) -> "JobSpec | None":
     """Return the job spec in a file, for this run whichever it names, or None without a file."""
+    from dlac_pipeline.spec.job_spec import parse_spec
+
     if spec is None:
         return None
     raw = {**resolved(spec, home).model_dump(), "run": run}
     return parse_spec(raw, origin=f"{str(spec)!r} with the name of the run")
 
 
-def spec_of_run(run: str, spec: Path | None, home: Path | None, *, lakehouse: "Lakehouse | None" = None) -> JobSpec:
+def spec_of_run(run: str, spec: Path | None, home: Path | None, *, lakehouse: "Lakehouse | None" = None) -> "JobSpec":
     """Return the spec as given, or of the last launch. Raise `NoSuchRun`, or `NoSuchJobSpec` if that is not on this node."""
     from dlac_pipeline.supervise.claims import last_spec
 
     return given_spec(run, spec, home) or last_spec(lakehouse or lakehouse_of(None, home), run)
 
 
-def known_spec(lakehouse: "Lakehouse", run: str, spec: Path | None, home: Path | None) -> JobSpec | None:
+def known_spec(lakehouse: "Lakehouse", run: str, spec: Path | None, home: Path | None) -> "JobSpec | None":
     """Return the run's spec, or None for one that was launched from another node."""
     with suppress(NoSuchJobSpec):
         return spec_of_run(run, spec, home, lakehouse=lakehouse)

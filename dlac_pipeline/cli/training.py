@@ -1,19 +1,20 @@
-"""Training: plan a job, train it, serve a rendezvous, recover a run."""
+"""Training: plan a job, train it, recover a run."""
 
 import os
 import signal
-import threading
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from typer import Argument, Option
+from typer import Option
 
 from dlac_pipeline.cli import shared as ui
 from dlac_pipeline.cli.display import TrainingDisplay, describe_outcome
 from dlac_pipeline.lakehouse.doors import Door
-from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
-from dlac_pipeline.spec.launch_request import Request
-from dlac_pipeline.spec.spec_problems import LONGEST_WAIT_S
+from dlac_pipeline.spec.bounds import LONGEST_WAIT_S
+
+if TYPE_CHECKING:
+    from dlac_pipeline.spec.job_spec import JobSpec
+    from dlac_pipeline.spec.launch_request import Request
 
 LAUNCH_OPTIONS = Door("dlac.launch_options", "kind of options")
 """An entry is a function of options, the environment, the launch section and the run. It returns settings of the section."""
@@ -79,6 +80,8 @@ def train(
     With several nodes, start the same command on each of them. A node that gets SIGTERM exits, and the others continue. With
     launch.on = "slurm" or "kubernetes" this command submits one job and follows it. If it is stopped, it cancels the job.
     """
+    from dlac_pipeline.spec.launch_request import Request
+
     job = ui.resolved(spec, home)
     environment = os.environ if job.launch.on == "here" else {}
     if context.args or any(name.startswith(TORCHRUN_PREFIX) for name in environment):
@@ -95,21 +98,9 @@ def train(
     ui.OUT.print(render_job(request), markup=False, highlight=False, soft_wrap=True)
 
 
-@ui.command(app, ui.TRAIN, "dlac rendezvous node-1:29400")
-def rendezvous(address: Annotated[str, Argument(help="host:port, the same address as on the nodes of a run.")]) -> None:
-    """Serve the rendezvous of runs on several nodes, on a node that outlives them. SIGTERM or Ctrl-C ends it.
+def _with_launch(job: "JobSpec", options: dict[str, object]) -> "JobSpec":
+    from dlac_pipeline.spec.job_spec import parse_spec
 
-    Without this command one of the nodes serves it, and the others cannot meet while that node is unavailable.
-    """
-    from dlac_pipeline.elastic.endpoint import serve_rendezvous
-    from dlac_pipeline.launchers.orchestrator import on_signals
-
-    stop = threading.Event()
-    on_signals((signal.SIGINT, signal.SIGTERM), stop.set)
-    serve_rendezvous(address, stop, lambda: ui.show_text(f"serving the rendezvous at {address}"))
-
-
-def _with_launch(job: JobSpec, options: dict[str, object]) -> JobSpec:
     return parse_spec({**job.model_dump(), "launch": {**job.launch.model_dump(), **options}}, origin="the command line")
 
 
@@ -131,12 +122,14 @@ def recover(
     ] = 30.0,
 ) -> None:
     """Resume a run by its name, from the committed ledger. Older launches that may be alive are fenced off."""
+    from dlac_pipeline.spec.launch_request import Request
+
     ledger = ui.ledger_of(spec, home)
     ledger.head_rows(run)  # a typo is to begin nothing
     _launch(Request(spec=ui.spec_of_run(run, spec, home, lakehouse=ledger.lakehouse), takeover=True, wait_s=wait_s))
 
 
-def _launch(request: Request) -> None:
+def _launch(request: "Request") -> None:
     from dlac_pipeline.launchers.orchestrator import on_ending_signals, on_signals
     from dlac_pipeline.launchers.protocol import launcher_for
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 from blake3 import blake3
 
+from dlac_pipeline.lakehouse.config import home_folder
 from dlac_pipeline.lakehouse.durable_io import make_folder_durably, write_durably
 from dlac_pipeline.lakehouse.errors import SpecInvalid
-from dlac_pipeline.spec.job_spec import JobSpec, home_folder, parse_recorded
+from dlac_pipeline.spec.job_spec import JobSpec, parse_recorded
 
 _log = logging.getLogger(__name__)
 

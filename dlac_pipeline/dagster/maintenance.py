@@ -21,7 +21,7 @@ from dlac_pipeline.dagster.metadata import table
 from dlac_pipeline.dagster.resources import LakehouseResource
 from dlac_pipeline.lakehouse import errors
 from dlac_pipeline.lakehouse.config import KEEP_SNAPSHOTS, MOST_SNAPSHOTS
-from dlac_pipeline.spec.spec_problems import MOST_STEPS, Section
+from dlac_pipeline.spec import bounds, spec_problems
 
 if TYPE_CHECKING:
     from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
@@ -31,7 +31,7 @@ POOL = "rehearsals"
 """Pool whose limit is the number of simultaneous rehearsals. Each takes as many ranks as the run was trained on."""
 
 
-class UpkeepConfig(Section, dg.Config):
+class UpkeepConfig(spec_problems.Section, dg.Config):
     """Limits of upkeep."""
 
     keep_snapshots: int = Field(default=KEEP_SNAPSHOTS, ge=1, le=MOST_SNAPSHOTS)
@@ -59,7 +59,7 @@ def upkeep_job() -> None:
     own_tables_in_order()
 
 
-class VerifyConfig(Section, dg.Config):
+class VerifyConfig(spec_problems.Section, dg.Config):
     """Checkpoints to verify."""
 
     runs: list[str] = Field(default=[])
@@ -120,14 +120,14 @@ def verify_job() -> None:
     newest_checkpoints_verified()
 
 
-class RehearseConfig(Section, dg.Config):
+class RehearseConfig(spec_problems.Section, dg.Config):
     """Runs to rehearse, and for how many steps."""
 
     runs: list[str] = Field(default=[])
     """Training runs. Empty: all that have committed a checkpoint within committed_within_h."""
     committed_within_h: float = Field(default=26.0, gt=0, le=87_600)
     """Hours within which a run must have committed a checkpoint to be rehearsed, if `runs` is empty."""
-    steps: int | None = Field(default=None, ge=1, le=MOST_STEPS)
+    steps: int | None = Field(default=None, ge=1, le=bounds.MOST_STEPS)
     """Steps to repeat. Unset: all up to the next checkpoint, at most 20."""
     sandbox: str = ""
     """Folder for the sandbox with a copy of the checkpoint. Empty: temporary."""

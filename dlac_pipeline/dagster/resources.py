@@ -8,8 +8,7 @@ import dagster as dg
 from pydantic import Field
 
 from dlac_pipeline.dagster.heartbeat import Heartbeat
-from dlac_pipeline.lakehouse.config import LakehouseConfig
-from dlac_pipeline.spec.job_spec import home_folder
+from dlac_pipeline.lakehouse.config import LakehouseConfig, home_folder
 
 if TYPE_CHECKING:
     from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse

@@ -6,9 +6,10 @@ from pathlib import Path
 
 from pydantic import Field
 
+from dlac_pipeline.lakehouse.config import home_folder
 from dlac_pipeline.lakehouse.errors import SpecInvalid
-from dlac_pipeline.spec.job_spec import home_folder
-from dlac_pipeline.spec.spec_problems import LONGEST_S, Section, Timeout, Wait, validate
+from dlac_pipeline.spec.bounds import LONGEST_S
+from dlac_pipeline.spec.spec_problems import Section, Timeout, Wait, validate
 from dlac_pipeline.supervise.retry_policy import LOST_AFTER_S
 
 FILE = "orchestration.toml"

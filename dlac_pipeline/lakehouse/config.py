@@ -1,5 +1,6 @@
 """A lakehouse's settings, as a job spec has them: `LakehouseConfig`. Without pyiceberg, so that a job spec is read at once."""
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,12 +11,16 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.masking import mask_secrets, mask_setting, note_secrets
+from dlac_pipeline.lakehouse.variables import similar_name, warn_of_variables
 
 SCHEMES = ("s3", "s3a", "s3n", "gs", "gcs", "abfs", "abfss", "wasb", "wasbs", "hdfs", "viewfs", "oss")
 """Schemes of object stores and of distributed file systems that a warehouse and a checkpoint store may have."""
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(/*)")
 _SCHEME_WITHOUT_COLON = re.compile(rf"({'|'.join(SCHEMES)})//", re.IGNORECASE)
 _NO_HOST = ("file", "hdfs", "viewfs")
+_HOME = ".dlac"
+"""Name of the folder of an embedded lakehouse."""
+_VARIABLES = ("DLAC_HOME",)
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 _LIBPQ = ("postgresql", "postgresql+psycopg2", "postgresql+psycopg")
@@ -158,6 +163,26 @@ def checked_address(address: str, *, known: tuple[str, ...] | None = SCHEMES) ->
     if (len(slashes) != 2 and not (len(slashes) == 3 and scheme in _NO_HOST)) or not rest:
         raise ValueError(f"{wanted}: write {scheme}://bucket/path; write ./{address} for a folder of that name")
     return f"{scheme}:{slashes}{rest}".rstrip("/")
+
+
+def home_folder() -> Path:
+    """Return the folder of the embedded lakehouse: $DLAC_HOME, else the nearest .dlac from here upwards, else a new one here.
+
+    Another user's folder above is not used: its catalog would choose the files that this user writes.
+    """
+    if given := os.environ.get("DLAC_HOME"):
+        return Path(given)
+    warn_of_variables([name for name in os.environ if similar_name(name, _VARIABLES)], _VARIABLES, "DLAC")
+    here = Path.cwd()
+    found = (folder / _HOME for folder in here.parents if _is_own(folder / _HOME))
+    return Path(_HOME) if (here / _HOME).exists() else next(found, Path(_HOME))
+
+
+def _is_own(folder: Path) -> bool:
+    try:
+        return folder.is_dir() and folder.stat().st_uid == os.getuid()
+    except OSError:
+        return False
 
 
 def checked_home(home: Path) -> Path:

@@ -29,6 +29,8 @@ HOW_TO_RENEW = (
     "(docs/recovery/repair.md)"
 )
 """Advice for a ledger that is older than its journal or its store."""
+_NAMED = 20
+"""Columns that a message names, at the most."""
 
 
 class BadInput(DlacError, exit_code=64):
@@ -69,7 +71,10 @@ class NoSuchColumn(BadInput):
         # A known name is a field of a struct whose path was quoted as one name.
         close = [] if name in known else get_close_matches(name.casefold(), list(spelled), n=1)
         meant = f"did you mean {spelled[close[0]]!r}?" if close else "name one of these"
-        return cls(f"expected one of the columns {[*known]!r} in {setting}, found {name!r}: {hint or meant}")
+        more = f", and {len(known) - _NAMED} more," if len(known) > _NAMED else ""
+        return cls(
+            f"expected one of the columns {[*known[:_NAMED]]!r}{more} in {setting}, found {name!r}: {hint or meant}"
+        )
 
 
 class NoSuchRun(BadInput):

@@ -18,7 +18,7 @@ from dlac_pipeline.lakehouse.errors import EmptyPlan, NoSuchColumn, SpecInvalid
 from dlac_pipeline.lakehouse.filters.grammar import parse_filter
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.iceberg.pins import hold
-from dlac_pipeline.lakehouse.iceberg.row_groups import FilesToRead, RowGroup, row_groups_of
+from dlac_pipeline.lakehouse.iceberg.row_groups import NO_CHECKS, ColumnChecks, FilesToRead, RowGroup, row_groups_of
 from dlac_pipeline.lakehouse.iceberg.snapshots import schema_id_of, snapshot_of
 from dlac_pipeline.lakehouse.iceberg.sources import check_data_files, load_version, name_outside
 from dlac_pipeline.lakehouse.ledger.plans import WORK_UNITS_ARROW, PlanRow, find_plan, read_units, write_plan
@@ -41,13 +41,13 @@ def make_plan(
     dead: Mapping[str, Ints] | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
     write: bool = True,
-    without_nulls: Sequence[str] = (),
+    checks: ColumnChecks = NO_CHECKS,
 ) -> Plan:
     """Pin the snapshot and plan it. The same content gives the same plan, written once.
 
     `only` names the data files to plan. `dead` names further dead rows, as positions in a data file (path -> sorted int64).
     Without `write` nothing is pinned or written: the plan is for this process only, and may lose its data files.
-    `without_nulls` names columns of which the footers must not count a null in a live row.
+    `checks` are compared with the footers.
 
     Raises:
         DataFileChanged: a registered Parquet file has changed under its name.
@@ -67,7 +67,7 @@ def make_plan(
         schema=schema,
         reads=FilesToRead(only=only, progress=progress),
         exclude=source.exclude,
-        without_nulls=without_nulls,
+        checks=checks,
     )
     name_outside(table, source.table, {group.file_path for group in groups})
     if dead:

@@ -22,11 +22,6 @@ ALL_SLOTS = DataCoordinate(0, 1)
 """The share of an only reader."""
 
 
-def reader_of(slot: int, readers: int, batch_size: int) -> int:
-    """Return the index of the coordinate that a slot belongs to, among `readers`."""
-    return ((slot + 1) * readers - 1) // batch_size
-
-
 def groups_of_slots(slots: range, per_group: int) -> range:
     """Return the key groups that give a batch consecutive slots, `per_group` each."""
     return range(slots.start // per_group, -(-slots.stop // per_group))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
@@ -28,8 +27,8 @@ from dlac_pipeline.lakehouse.errors import BadInput, SpecInvalid
 from dlac_pipeline.lakehouse.ledger.run_rows import check_run_name
 from dlac_pipeline.lakehouse.masking import note_secrets
 from dlac_pipeline.lakehouse.source_names import ICEBERG, SOURCES, external_identifier
-from dlac_pipeline.lakehouse.variables import similar_name, warn_of_variables
 from dlac_pipeline.spec import spec_problems
+from dlac_pipeline.spec.bounds import LONGEST_S, MOST_STEPS
 from dlac_pipeline.spec.launch_spec import LaunchSpec
 from dlac_pipeline.spec.sections import (
     SECTIONS,
@@ -42,9 +41,6 @@ from dlac_pipeline.spec.sections import (
 
 ENGINES = Door("dlac.engines", "engine")
 """Engines of extensions, each a class with the protocol `Engine` of `dlac_pipeline.checkpoint.engines.engine`."""
-_HOME = ".dlac"
-"""Name of the folder of an embedded lakehouse."""
-_VARIABLES = ("DLAC_HOME",)
 _MOST_VALUES = 100_000
 SectionT = TypeVar("SectionT", bound=ExtensionSection)
 
@@ -133,6 +129,16 @@ class SourceSpec(spec_problems.Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _declares_read_columns(self) -> SourceSpec:
+        declared = [name for name in ("nullable", "ragged") if getattr(self, name)]
+        if self.transform and declared:
+            raise ValueError(
+                f"expected neither nullable nor ragged beside transform, whose result has neither nulls nor ragged lists, found "
+                f"{declared[0]} = {getattr(self, declared[0])!r}: remove it, and fill nulls or pad lists in the transform"
+            )
+        return self
+
     @property
     def snapshot_id(self) -> int | None:
         """The snapshot to pin, or None for that of `ref`."""
@@ -194,7 +200,7 @@ class OrderSpec(spec_problems.Section):
     """Shuffle units and rows. False: the order of the table."""
     passes: int = Field(default=1, ge=1, le=1_000_000)
     """Passes over the plan before the run is finished."""
-    steps: int | None = Field(default=None, ge=1, le=spec_problems.MOST_STEPS)
+    steps: int | None = Field(default=None, ge=1, le=MOST_STEPS)
     """Greatest number of optimizer steps of the run. Unset: no bound."""
 
     @model_validator(mode="after")
@@ -244,12 +250,10 @@ class CheckpointSpec(spec_problems.Section):
     local: str = ""
     """Local folder in which ranks make checkpoints before they are copied to the store, and keep their logs. Empty: the store if
     it is a folder, or checkpoints/ in the home folder."""
-    every_steps: Annotated[int | str, spec_problems.name_or_number(1, spec_problems.MOST_STEPS, ("auto",))] | None = (
-        None
-    )
+    every_steps: Annotated[int | str, spec_problems.name_or_number(1, MOST_STEPS, ("auto",))] | None = None
     """Checkpoints are taken at multiples of this many optimizer steps. "auto": at the interval of least cost, from measured costs
     and failures. Unset: "auto", or none if every_s is set."""
-    every_s: float = Field(default=0.0, ge=0, le=spec_problems.LONGEST_S)
+    every_s: float = Field(default=0.0, ge=0, le=LONGEST_S)
     """Seconds of training between checkpoints. 0: only steps count. With every_steps the earlier one counts. With "auto": seconds
     of work that a failure may cost, if checkpoints are fast enough."""
     engine: str = "auto"
@@ -260,16 +264,16 @@ class CheckpointSpec(spec_problems.Section):
     memory: str = "/dev/shm" if sys.platform == "linux" else ""
     """Folder of shared memory in which a node keeps the newest states of its ranks and of another node's, so that a restart reads
     neither the store nor the disk. Empty: no such states."""
-    memory_every_steps: int = Field(default=0, ge=0, le=spec_problems.MOST_STEPS)
+    memory_every_steps: int = Field(default=0, ge=0, le=MOST_STEPS)
     """Such states are kept after multiples of this many optimizer steps. 0: at the interval of least cost."""
-    memory_point_s: float | None = Field(default=None, gt=0, le=spec_problems.LONGEST_S)
+    memory_point_s: float | None = Field(default=None, gt=0, le=LONGEST_S)
     """Seconds of work that a failure may cost at that interval, for at most 2 % of the time. Unset: 10, for at most 0.5 %."""
     memory_waits: bool = False
     """With several nodes: when such a state is due, training waits until the one before is copied to another node. False: the
     state is left out, so with a slow network a failure repeats more steps."""
     keep_last: int = Field(default=0, ge=0, le=1_000_000)
     """Newest checkpoints to keep. Older ones are retired. 0: all. With 2 or more a damaged one can be replaced."""
-    keep_every_steps: int = Field(default=0, ge=0, le=spec_problems.MOST_STEPS)
+    keep_every_steps: int = Field(default=0, ge=0, le=MOST_STEPS)
     """Also keep the first checkpoint at or after each multiple of this many steps. 0: none."""
 
     @field_validator("engine")
@@ -476,26 +480,6 @@ def full_spec() -> type[JobSpec]:
     return full
 
 
-def home_folder() -> Path:
-    """Return the folder of the embedded lakehouse: $DLAC_HOME, else the nearest .dlac from here upwards, else a new one here.
-
-    Another user's folder above is not used: its catalog would choose the files that this user writes.
-    """
-    if given := os.environ.get("DLAC_HOME"):
-        return Path(given)
-    warn_of_variables([name for name in os.environ if similar_name(name, _VARIABLES)], _VARIABLES, "DLAC")
-    here = Path.cwd()
-    found = (folder / _HOME for folder in here.parents if _is_own(folder / _HOME))
-    return Path(_HOME) if (here / _HOME).exists() else next(found, Path(_HOME))
-
-
-def _is_own(folder: Path) -> bool:
-    try:
-        return folder.is_dir() and folder.stat().st_uid == os.getuid()
-    except OSError:
-        return False
-
-
 def parse_spec(raw: dict[str, Any], *, origin: str) -> JobSpec:
     """Return a validated spec from plain data. Raise `SpecInvalid` with every wrong field, what was expected and found."""
     return spec_problems.validate(JobSpec, raw, invalid=f"{origin} is not a valid job spec")
@@ -526,6 +510,10 @@ def read_spec(path: Path, *, overrides: Mapping[str, Any] | None = None) -> JobS
         where = "" if at is None else f" in line {at.line + 1}, column {at.column + 1}"
         reason = getattr(err, "problem", None) or type(err).__name__
         raise SpecInvalid(f"cannot read the job spec {str(path)!r}: {reason}{where}") from None
+    except FileNotFoundError as err:
+        raise SpecInvalid(
+            f"cannot read the job spec {str(path)!r}: no such file; correct the path, or write one with `dlac init`"
+        ) from err
     except (OSError, ValueError, RecursionError) as err:  # of a number of thousands of digits as well
         raise SpecInvalid(f"cannot read the job spec {str(path)!r}: {err}") from err
     if not isinstance(raw, dict):

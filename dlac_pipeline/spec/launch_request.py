@@ -45,6 +45,9 @@ class Request(LaunchChoices):
         """Raise `SpecInvalid` if the script is missing on this machine, or `BadInput` for something that a section names."""
         script = self.spec.launch.script
         if not Path(script).is_file():
-            raise SpecInvalid(f"expected a training script at launch.script = {script!r}, found no such file")
+            raise SpecInvalid(
+                f"expected a training script at launch.script = {script!r}, found no such file: correct launch.script, which is "
+                "relative to the folder of the job spec"
+            )
         for section in self.spec.sections.values():
             section.check_here()

@@ -7,13 +7,12 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from dlac_pipeline.lakehouse.doors import Door
 from dlac_pipeline.lakehouse.errors import BadInput
-from dlac_pipeline.spec.spec_problems import LONGEST_WAIT_S, MOST_NODES, Section, Timeout
+from dlac_pipeline.spec.bounds import LONGEST_WAIT_S, MOST_NODES
+from dlac_pipeline.spec.spec_problems import Section, Timeout
 
 LAUNCHERS = Door("dlac.launchers", "launcher")
 HERE = "here"
 """The launcher of the core: this node."""
-NODES = "nodes"
-"""Reason of an attempt that exits to make room for more nodes. It has no deadline, so this is no notice."""
 NOTICES = ("SIGTERM", "SIGUSR1", "termination_url", "launcher")
 """Reasons to stop a run: a signal, the answer of the URL, or the end of the launcher that started the ranks."""
 LISTENS_S = 30.0

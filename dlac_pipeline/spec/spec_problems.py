@@ -17,6 +17,7 @@ from pydantic_core import ErrorDetails
 
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.masking import is_secret_name, mask_secrets
+from dlac_pipeline.spec.bounds import LONGEST_WAIT_S
 
 _WITH_SECRETS = ("lakehouse", "checkpoint", "launch", "params")
 """Sections of the core in which an unknown field may be a misplaced secret. It may be one in each section of an extension."""
@@ -26,15 +27,9 @@ _DATA = ("row_filter", "exclude", "params")
 """Settings whose text is compared with data, or read by the script. NUL may be part of it."""
 _SPACES = ("begin_token", "end_token", "row_filter")
 """Settings that may be spaces, or say more about them."""
-LONGEST_WAIT_S = 1_209_600
-"""Two weeks: the longest time that a setting lets something wait. Timers of sockets end at 24 days."""
 Wait = Annotated[float, Ge(0), Le(LONGEST_WAIT_S)]
 Timeout = Annotated[float, Gt(0), Le(LONGEST_WAIT_S)]
 """Seconds after which something counts as failed."""
-LONGEST_S = 315_360_000
-"""Ten years: the longest time that is only compared."""
-MOST_STEPS = 10**12
-MOST_NODES = 65_536
 
 
 class Section(BaseModel):

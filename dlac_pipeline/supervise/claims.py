@@ -4,15 +4,18 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from dlac_pipeline.lakehouse.config import sqlite_file
+from dlac_pipeline.lakehouse.config import home_folder, sqlite_file
 from dlac_pipeline.lakehouse.errors import NoSuchJobSpec, SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.iceberg.relocation import Relocation, raw_path
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import claim_of
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow, LedgerRow, RewindRow
-from dlac_pipeline.spec.job_spec import JobSpec, home_folder, parse_recorded
+
+if TYPE_CHECKING:
+    from dlac_pipeline.spec.job_spec import JobSpec
 
 _ON_THE_WAY = ("steps", "seconds", "auto")
 """Reasons for checkpoints after which training continues. Other reasons are the end of the run and a request to stop."""
@@ -39,19 +42,15 @@ def trained_attempts(rows: Sequence[LedgerRow]) -> list[int]:
     return [row.attempt for row in rows if isinstance(row, ClaimRow) and row.trains]
 
 
-def ranks_of_attempt(lakehouse: Lakehouse, rows: Sequence[LedgerRow], run: str, attempt: int) -> tuple[int, int]:
-    """Return the ranks of an attempt, and the shares that they read, by its job spec. Raises as `spec_of_attempt`."""
-    launch = spec_of_attempt(lakehouse, rows, run, attempt).launch
-    return launch.world_size, launch.world_size // launch.processes_per_reader
-
-
-def spec_of_attempt(lakehouse: Lakehouse, rows: Sequence[LedgerRow], run: str, attempt: int) -> JobSpec:
+def spec_of_attempt(lakehouse: Lakehouse, rows: Sequence[LedgerRow], run: str, attempt: int) -> "JobSpec":
     """Return the job spec in an attempt's launch folder, with the places of `lakehouse`. Raise `NoSuchJobSpec` without one."""
     folder = claim_of(rows, attempt).launch_folder
     if not folder:
         raise NoSuchJobSpec(
             f"expected a job spec that DLAC launched run {run!r} with, found none: name one with --spec FILE"
         )
+    from dlac_pipeline.spec.job_spec import parse_recorded  # it imports much that `dlac status` does not need
+
     path = Path(folder) / "spec.json"
     if not os.access(path, os.R_OK):
         raise NoSuchJobSpec(
@@ -73,7 +72,7 @@ def spec_of_attempt(lakehouse: Lakehouse, rows: Sequence[LedgerRow], run: str, a
     return spec.model_copy(update={"lakehouse": lakehouse.named, "checkpoint": checkpoint, "launch": launch})
 
 
-def _relocation_of(lakehouse: Lakehouse, spec: JobSpec) -> Relocation:
+def _relocation_of(lakehouse: Lakehouse, spec: "JobSpec") -> Relocation:
     """Return the relocation of a spec's places. Its warehouse and its catalog may both have moved since it was written."""
     files = sqlite_file(spec.lakehouse.uri), sqlite_file(lakehouse.config.uri)
     warehouses = raw_path(spec.lakehouse.warehouse), raw_path(lakehouse.config.warehouse)
@@ -87,7 +86,7 @@ def _relocation_of(lakehouse: Lakehouse, spec: JobSpec) -> Relocation:
     return Relocation(moves=(*moves, *lakehouse.relocation.moves))
 
 
-def last_spec(lakehouse: Lakehouse, run: str) -> JobSpec:
+def last_spec(lakehouse: Lakehouse, run: str) -> "JobSpec":
     """Return the spec of the run's last launch, from its launch folder. Rewinds launch nothing."""
     rows = Ledger(lakehouse).head_rows(run)
     return spec_of_attempt(lakehouse, rows, run, max(trained_attempts(rows), default=0))

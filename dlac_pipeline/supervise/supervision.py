@@ -15,8 +15,8 @@ from dlac_pipeline.lakehouse.retrying import retrying
 from dlac_pipeline.memory_states.states import check_memory
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.spec.launch_request import Request
-from dlac_pipeline.supervise.retry_policy import retry_within_s
+from dlac_pipeline.spec.launch_request import OPERATOR, Request
+from dlac_pipeline.supervise.retry_policy import RETRY_WITHIN_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Supervision:
     @classmethod
     def connect(cls, request: Request, stops: StopRequests, launched_at: float) -> "Supervision":
         """Connect to the lakehouse of a run. Raise `CatalogUnreachable` or `StoreUnavailable` after retries."""
-        within_s = retry_within_s(replaces=request.replaces, noticed_by=request.noticed_by)
+        within_s = _retry_within_s(replaces=request.replaces, noticed_by=request.noticed_by)
         retry = retrying(within_s, of=(CatalogUnreachable, StoreUnavailable), stop=stops.stop)
         # first, because a store in a wrong folder would make the lakehouse's folder
         lakehouse = retry(connect, request.spec.lakehouse, tables=request.spec.own_tables)
@@ -79,7 +79,7 @@ class Supervision:
 
     def retrying(self, *outages: type[DlacError], replaces: int | None) -> tenacity.Retrying:
         """Return retries of a call, by default while the catalog is unavailable. A recovery retries until it is stopped."""
-        within_s = retry_within_s(replaces=replaces, noticed_by=self.request.noticed_by)
+        within_s = _retry_within_s(replaces=replaces, noticed_by=self.request.noticed_by)
         return retrying(within_s, of=outages or CatalogUnreachable, stop=self.stops.stop)
 
 
@@ -90,3 +90,8 @@ def check_request(request: Request) -> None:
     with suppress(CatalogUnreachable):  # which a recovery waits for later
         # before the starter makes a folder in the home folder
         check_tables_may_exist(request.spec.lakehouse, request.spec.own_tables)
+
+
+def _retry_within_s(*, replaces: int | None, noticed_by: str) -> float:
+    """Return the seconds for which a launch retries an unavailable catalog or store: 0 if a person starts it."""
+    return RETRY_WITHIN_S if replaces is not None or noticed_by != OPERATOR else 0.0

@@ -16,8 +16,8 @@ from dlac_pipeline.elastic.ranks.launch_folder import notice_file, room_file, st
 from dlac_pipeline.elastic.ranks.rank import leave_reason
 from dlac_pipeline.elastic.ranks.this_process import this_process
 from dlac_pipeline.lakehouse.errors import Preempted
+from dlac_pipeline.lakehouse.ledger.typed_rows import NODES
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.spec.launch_spec import NODES
 from dlac_pipeline.supervise.ranks.rank_events import EventWriter
 from dlac_pipeline.train.termination_notice import Notices
 

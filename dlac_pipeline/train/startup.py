@@ -11,12 +11,12 @@ from dlac_pipeline.checkpoint.collectives import failing_together
 from dlac_pipeline.checkpoint.restore.resume_point import ResumePoint, resume_point_of
 from dlac_pipeline.checkpoint.store import tiers_of
 from dlac_pipeline.elastic.ranks.communicator import Communicator
-from dlac_pipeline.lakehouse.errors import CatalogUnreachable, DlacError, SpecInvalid, TrainingFailed
+from dlac_pipeline.lakehouse import config, errors
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.older_ledger import LedgerWatch
 from dlac_pipeline.lakehouse.retrying import retrying
 from dlac_pipeline.plan.plan import Plans
-from dlac_pipeline.spec.job_spec import JobSpec, home_folder, parse_recorded, parse_spec, read_spec
+from dlac_pipeline.spec.job_spec import JobSpec, parse_recorded, parse_spec, read_spec
 from dlac_pipeline.supervise.liveness.heartbeat_writer import HeartbeatWriter
 from dlac_pipeline.supervise.liveness.run_lock import run_lock
 from dlac_pipeline.supervise.ranks.launch_folders import KEEP_LAUNCHES, forget_launches, make_launch_folder
@@ -33,10 +33,10 @@ def job_spec(folder: Path | None, spec: str | Path | None, *, world_size: str) -
     if folder is not None:
         return spec_of(folder)
     if spec is None:
-        raise SpecInvalid(
+        raise errors.SpecInvalid(
             'expected a launch by `dlac train`, or training_run("job.toml") under another launcher; found neither'
         )
-    read = read_spec(Path(spec)).resolved(home_folder())
+    read = read_spec(Path(spec)).resolved(config.home_folder())
     if read.launch.healing:  # the ranks of this process group may be a part of all
         return read
     raw = {**read.model_dump(), "launch": {**read.launch.model_dump(), "world_size": world_size}}
@@ -51,7 +51,7 @@ def spec_of(folder: Path) -> JobSpec:
 def open_plans(spec: JobSpec, *, supervised: bool) -> Plans:
     """Return the plans of the lakehouse. A supervised rank waits for the catalog, as its supervisor did. Raises as `connect`."""
     within_s = RETRY_WITHIN_S if supervised else 0.0
-    return Plans(retrying(within_s, of=CatalogUnreachable)(connect, spec.lakehouse, answered=supervised))
+    return Plans(retrying(within_s, of=errors.CatalogUnreachable)(connect, spec.lakehouse, answered=supervised))
 
 
 def await_resume_point(folder: Path) -> ResumePoint:
@@ -95,12 +95,12 @@ def decide_on_first(communicator: Communicator, spec: JobSpec, decide: Callable[
         try:
             answer = decide()
         except Exception as err:  # an extension may raise any, and the other ranks wait
-            message = str(err) if isinstance(err, DlacError) else f"{type(err).__name__}: {err}"
+            message = str(err) if isinstance(err, errors.DlacError) else f"{type(err).__name__}: {err}"
             tree.broadcast(json.dumps({"error": message}).encode())
             raise
     received = tree.broadcast(None if answer is None else answer.encode()).decode()
     if "error" in json.loads(received):
-        raise TrainingFailed(f"rank 0 could not take over the run: {json.loads(received)['error']}")
+        raise errors.TrainingFailed(f"rank 0 could not take over the run: {json.loads(received)['error']}")
     return received
 
 

@@ -8,11 +8,11 @@ import pyarrow as pa
 import pytest
 
 from dlac_pipeline.audit.audit import audit_run
+from dlac_pipeline.extensions.replay.committed_steps import ranks_of_attempt
 from dlac_pipeline.extensions.replay.step_rows import StepRows
 from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow, ClaimRow
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
 from dlac_pipeline.spec.launch_spec import READER_VARIABLE
-from dlac_pipeline.supervise.claims import ranks_of_attempt
 from tests.conftest import Arena
 
 

@@ -180,7 +180,11 @@ def test_wrong_attributes_are_named(arena: Arena) -> None:
     with pytest.raises(SpecInvalid, match=r"among .*'verify_job'.*found .'verify'"):
         Recovery(maintenance={"verify": "@daily"}).build_defs()
     wrong: list[tuple[dict[str, Any], type[Exception], str]] = [
-        ({"spec_file": "absent.yaml"}, SpecInvalid, "cannot read the job spec"),
+        (
+            {"spec_file": "absent.yaml"},
+            SpecInvalid,
+            "cannot read the job spec .*: no such file; correct the path",
+        ),
         ({"spec": {"run": "r"}}, SpecInvalid, "source"),
         ({}, ValueError, "one of spec_file and spec"),
         ({"spec_file": "a.toml", "spec": {}}, ValueError, "one of spec_file and spec"),

@@ -9,9 +9,9 @@ import yaml
 
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.extensions.registration.new_project import scaffold_job
-from dlac_pipeline.lakehouse.config import LakehouseConfig
+from dlac_pipeline.lakehouse.config import LakehouseConfig, home_folder
 from dlac_pipeline.lakehouse.iceberg.connect import connect
-from dlac_pipeline.spec.job_spec import home_folder, read_spec
+from dlac_pipeline.spec.job_spec import read_spec
 from tests.fixtures import Command
 
 _ROWS = 40

@@ -1,4 +1,4 @@
-"""Nulls that the footers count: planning refuses what training would surely meet, and nothing else."""
+"""Nulls and list items that the footers count: planning refuses what training would surely meet, and nothing else."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ _Y = [0.5] * 12 + [None, None] + [0.5] * 6
 def planned(arena: Arena, folder: Path, *, statistics: bool = True, **settings: Any) -> int:
     """Plan a table of 20 rows in row groups of 10. Rows 12 and 13 have a null. Return its live rows."""
     (folder / "pages").mkdir(exist_ok=True)
-    table = pa.table({"row_id": range(20), "x": [[1.0]] * 20, "y": _Y})
+    table = pa.table({"row_id": range(20), "x": [[1.0]] * 20, "y": _Y, "z": [[1]] * 14 + [[1, 2]] + [[3]] * 5})
     pq.write_table(table, folder / "pages/a.parquet", row_group_size=10, write_statistics=statistics)
     register(arena.lakehouse, "docs.pages", str(folder / "pages"))
     spec = arena.spec("r", world_size=1, **{"table": "docs.pages", "columns": ["row_id", "x", "y"], **settings})
@@ -26,12 +26,20 @@ def planned(arena: Arena, folder: Path, *, statistics: bool = True, **settings: 
     return plan.row.live_rows
 
 
-@pytest.mark.parametrize("settings", [{}, {"row_filter": "row_id != 12"}])
-def test_counted_null_is_refused(arena: Arena, tmp_path: Path, settings: dict[str, Any]) -> None:
-    """More nulls than dead rows are refused with file, row group, column, count, and what to do. Nothing is pinned."""
+_NULLS = ("'y'", "found 2 among the 10 rows of row group 1", "a.parquet", 'nullable = ["y"]', "y IS NOT NULL")
+_RAGGED = ("'z'", "found 11 values in the 10 rows of row group 1", "a.parquet", 'ragged = ["z"]')
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [({}, _NULLS), ({"row_filter": "row_id != 12"}, _NULLS), ({"columns": ["z"]}, _RAGGED)],
+)
+def test_counted_misfit_is_refused(
+    arena: Arena, tmp_path: Path, settings: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    """More nulls than dead rows, and lists of several lengths, are refused with file, row group, column, and what to do."""
     with pytest.raises(UnsupportedColumn) as found:
         planned(arena, tmp_path, **settings)
-    words = ("'y'", "found 2 among the 10 rows of row group 1", "a.parquet", 'nullable = ["y"]', "y IS NOT NULL")
     assert all(word in str(found.value) for word in words), found.value
 
 
@@ -39,6 +47,8 @@ def test_counted_null_is_refused(arena: Arena, tmp_path: Path, settings: dict[st
     ("settings", "live_rows"),
     [
         ({"nullable": ["y"]}, 20),
+        ({"columns": ["z"], "ragged": ["z"]}, 20),
+        ({"columns": ["z"], "exclude": ["row_id = 14"]}, 19),
         ({"exclude": ["row_id IN (12, 13)"]}, 18),
         ({"row_filter": "row_id != 0 AND row_id != 10 AND row_id != 11"}, 17),
         ({"steps": 1}, 20),

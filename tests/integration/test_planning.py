@@ -79,7 +79,7 @@ def test_racing_planners_leave_one_plan(arena: Arena, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"table": "src.nothing"}, NoSuchTable, r"'src\.nothing'"),
+        ({"table": "src.tt"}, NoSuchTable, r"'src\.tt'.* did you mean 'src\.t'\?"),
         ({"version": 42}, NoSuchSnapshot, r"snapshot 42 .* found only \[\d+, \d+\]"),
         ({"columns": ["x", "rowid"]}, NoSuchColumn, r"in columns of source 'src.t', .* did you mean 'row_id'\?$"),
         ({"columns": ["even"], "ragged": ["even"]}, UnsupportedColumn, r"'even'"),

@@ -1,7 +1,8 @@
 """Steps that were not applied, under `launch.on_skipped = "replay"`."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from pyiceberg.expressions import EqualTo
 import dlac_pipeline as dlac
 from dlac_pipeline.audit.audit import AuditReport, open_run
 from dlac_pipeline.audit.lakehouse_sql import rows_of
+from dlac_pipeline.extensions.auditors.record import read_audit_record, read_merged
 from dlac_pipeline.extensions.poison.poison_rows import rows_in_hand
 from dlac_pipeline.extensions.replay.step_rows import StepRows
 from dlac_pipeline.lakehouse.errors import ResumeMismatch, SpecInvalid
@@ -49,9 +51,9 @@ class Replayed(Workshop):
         assert (report.exact, report.problems) == (True, ())
         return report
 
-    def skipped(self) -> list[tuple[Any, ...]]:
+    def skipped(self, merge: Callable[[Any], bool] = lambda _: False) -> list[tuple[Any, ...]]:
         """Return the steps that were not applied, as the audit lists them."""
-        with open_run(self.lakehouse, "r", query="unapplied_steps") as connection:
+        with open_run(self.lakehouse, "r", query="unapplied_steps", merge=merge) as connection:
             return [tuple(row.values())[1:] for row in rows_of(connection, "FROM unapplied_steps ORDER BY step", [])]
 
 
@@ -80,7 +82,7 @@ SECOND = {"table": "src.s", "columns": ["row_id"], "passes": 2, "weight": 0.7}
 def test_skipped_rows_are_applied_once(
     shop: Replayed, kills: Sequence[int], mixture: list[Any], skip: Sequence[int], replays: dict[int, int]
 ) -> None:
-    """Each row is in one applied step per pass, a replay has the rows of its step, and the audit lists the steps."""
+    """Each row is in one applied step per pass, a replay has the rows of its step, and audits list the steps, records or not."""
     shop.table("src.s", 1000, 75)
     for until in (*kills, None):
         shop.go(skip, until=until, mixture=mixture)
@@ -90,7 +92,12 @@ def test_skipped_rows_are_applied_once(
     assert (report.finished, report.rows_consumed, report.rows_not_applied) == (True, times.total(), 0)
     seen = shop.seen["r"]
     assert all(seen[step] == seen[replay] for step, replay in replays.items())
-    assert shop.skipped() == [(step, seen[step].total(), replay, True) for step, replay in replays.items()]
+    listed = [(step, seen[step].total(), replay, True) for step, replay in replays.items()]
+    assert shop.skipped() == listed
+    dlac.audit_since(shop.lakehouse, "r", record=(record := shop.home / "r.audit"))
+    known = read_audit_record(record, "r")
+    assert known is not None
+    assert shop.skipped(partial(read_merged, path=record, record=known)) == listed
     assert len(StepRows(shop.lakehouse, "r").of(max(seen))) == seen[max(seen)].total()
 
 

@@ -16,9 +16,21 @@ import pytest
         ),
         (
             "dlac_pipeline.extensions.look.run_state, dlac_pipeline.extensions.look.goodput",
-            {"torch", "dagster", "sqlglot", "requests", "matplotlib", "pandas"},
+            {
+                "torch",
+                "dagster",
+                "sqlglot",
+                "requests",
+                "matplotlib",
+                "pandas",
+                "fsspec",
+                "dlac_pipeline.spec.job_spec",
+            },
         ),
-        ("dlac_pipeline.cli.main", {"pyiceberg", "pyarrow", "duckdb", "numpy", "sqlalchemy", "torch", "dagster"}),
+        (
+            "dlac_pipeline.cli.main",
+            {"pydantic", "yaml", "pyiceberg", "pyarrow", "duckdb", "numpy", "sqlalchemy", "torch", "dagster"},
+        ),
         pytest.param(
             "dlac_pipeline.extensions.dataset",
             {"deepspeed", "dagster", "transformers", "accelerate", "torchdata"},

@@ -3,6 +3,7 @@
 import pytest
 
 from dlac_pipeline.lakehouse.errors import LeftUnfinished, ScriptInvalid
+from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.supervisor import Supervisor
@@ -59,11 +60,13 @@ def test_script_may_end_between_steps(arena: Arena) -> None:
 
 
 def test_unrunnable_script_is_not_relaunched(arena: Arena) -> None:
-    """Every attempt would end in the same way, so one is enough. Its error names the remedy."""
+    """Every attempt would end in the same way, so one is enough. Its error names the remedy, and is an incident."""
     arena.table(appends=(640,))
     with pytest.raises(ScriptInvalid, match="SyntaxError"):
         supervisor(arena, "def x(:").run()
-    assert len(arena.rows("r", ClaimRow)) <= 1
+    claims = arena.rows("r", ClaimRow)
+    assert len(claims) <= 1
+    assert [each.outcome for each in recoveries_of(arena.lakehouse, "r")] == ["gave up" for _ in claims]
 
 
 @pytest.mark.parametrize(

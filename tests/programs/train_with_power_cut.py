@@ -11,8 +11,9 @@ import pyarrow as pa
 import torch
 
 import dlac_pipeline as dlac
+from dlac_pipeline.lakehouse.config import home_folder
 from dlac_pipeline.lakehouse.iceberg.connect import connect
-from dlac_pipeline.spec.job_spec import home_folder, read_spec
+from dlac_pipeline.spec.job_spec import read_spec
 from tests.power_cut import mark
 
 ROWS = 48

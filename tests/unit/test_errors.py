@@ -7,6 +7,7 @@ from dlac_pipeline.lakehouse.errors import (
     DataFileUnreadable,
     DlacError,
     NoProgress,
+    NoSuchColumn,
     error_from_kind,
     error_kind,
 )
@@ -25,3 +26,10 @@ def test_error_kind_is_nearest_known_class() -> None:
     unreadable = UnitUnreadable("gone", path="a.parquet", row_group=3)
     assert (error_kind(unreadable), error_kind(ValueError())) == ("DataFileUnreadable", "ValueError")
     assert type(failure_named(failure_message(unreadable, doing="reading"))) is DataFileUnreadable
+
+
+def test_wide_table_is_named_in_part() -> None:
+    """A message names twenty of a thousand columns, and the one that was meant."""
+    message = str(NoSuchColumn.of("columns", "c_998a", [f"c_{number}" for number in range(1000)]))
+    assert "'c_19'], and 980 more, in columns" in message
+    assert "did you mean 'c_998'?" in message

@@ -6,6 +6,7 @@ import pytest
 
 from dlac_pipeline.elastic.ranks.launch_folder import in_hand_file, progress_file
 from dlac_pipeline.elastic.ranks.watched_time import WatchedTime
+from dlac_pipeline.extensions.poison.poison_rows import read_in_hand
 from dlac_pipeline.spec.launch_spec import LaunchSpec
 from dlac_pipeline.supervise.failure import HangDetector
 from dlac_pipeline.supervise.liveness.heartbeat import (
@@ -15,7 +16,6 @@ from dlac_pipeline.supervise.liveness.heartbeat import (
     Spent,
     read_heartbeat,
     read_heartbeats,
-    read_in_hand,
 )
 from dlac_pipeline.supervise.ranks.local_ranks import Exit
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from dlac_pipeline.lakehouse.errors import FormatTooNew, ResumeMismatch
-from dlac_pipeline.plan.legs.leg import Leg
+from dlac_pipeline.plan.legs.leg import CHANGEABLE, Leg
 from tests.legs import leg_of
 
 LEG = leg_of()
@@ -40,11 +40,12 @@ def test_leg_of_another_version_is_refused(version: str, number: int, advice: st
     ],
 )
 def test_each_difference_is_named(name: str, value: Any) -> None:
-    """No bound field of a leg or a source changes unnoticed: the error names the field and both values."""
+    """No bound field of a leg or a source changes unnoticed: the error names it, both values, and a new leg if it helps."""
     holder, change = (LEG, partial(replace, LEG)) if hasattr(LEG, name) else (LEG.sources[0], with_source)
     with pytest.raises(ResumeMismatch) as caught:
         LEG.check_same(change(**{name: value}))
     assert f"{name}: committed {getattr(holder, name)!r}, asked for {value!r}" in str(caught.value)
+    assert ("--new-leg" in str(caught.value)) == (name in CHANGEABLE)
 
 
 def test_start_and_name_may_differ() -> None:

@@ -3,12 +3,13 @@
 import pytest
 
 from dlac_pipeline.extensions.erasure.explain import explain_sql
+from dlac_pipeline.extensions.kept_checkpoints.commands import check_checkpoint_name
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.lakehouse.ledger.commits import claim
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.lakehouse.ledger.run_rows import check_checkpoint_name, check_run_name, no_such_run
+from dlac_pipeline.lakehouse.ledger.run_rows import check_run_name, no_such_run
 
 BAD_RUNS = [
     *("", " ", "..", "../../x", "/tmp/x", "a/b", "a\\b", ".hidden", "-x", "a b", "a\n", "a\nDROP TABLE t; --", "a\x00"),

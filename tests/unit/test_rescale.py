@@ -10,7 +10,7 @@ import pytest
 from dlac_pipeline.checkpoint.restore.resume_point import FreshStart
 from dlac_pipeline.checkpoint.step_sync import RankReport, StepSync
 from dlac_pipeline.elastic.ranks.launch_folder import notice_file, room_file
-from dlac_pipeline.spec.launch_spec import NODES
+from dlac_pipeline.lakehouse.ledger.typed_rows import NODES
 from dlac_pipeline.supervise.ranks.rank_events import EventWriter
 from dlac_pipeline.train.checkpoint_policy import CheckpointPolicy
 from tests.small_records import small_spec

@@ -40,6 +40,7 @@ def with_values(section: str, **values: Any) -> dict[str, Any]:
             r"batch_size 32 is not a multiple of world_size 6 / 4 processes per reader",
         ),
         (with_values("source", version="b", follow="appends"), r"source: expected a source that follows .*'b'"),
+        (with_values("source", transform="a.py:f", nullable=["x"]), r"source: .*beside transform.* nullable = \['x'\]"),
         (
             with_values("sequences", end_token=-1),
             r"sequences\.end_token: expected a name, or a number from 0 .*found -1",

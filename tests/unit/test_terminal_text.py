@@ -2,6 +2,7 @@
 
 import io
 import sys
+from dataclasses import MISSING, fields, replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from dlac_pipeline.audit.audit import AuditReport
+from dlac_pipeline.audit.table import audit_table
 from dlac_pipeline.cli import main, shared
 from dlac_pipeline.cli.display import TrainingDisplay
 from dlac_pipeline.cli.shared import show_facts, show_rows, terminal_text
@@ -112,3 +115,16 @@ def test_markup_is_shown_literally(event: dict[str, Any], expected: str) -> None
     printed = text_of(event)
     assert expected in printed
     assert "r[/a]: starting" in printed
+
+
+def test_empty_run_is_not_exact() -> None:
+    """An audit of a run that has trained nothing proves nothing, and says so."""
+    counts: dict[str, Any] = {field.name: 0 for field in fields(AuditReport) if field.default is MISSING}
+    none: dict[str, Any] = {"head_checkpoint": None, "adopted_from": None, "forked_from": None, "problems": ()}
+    report = AuditReport(**{**counts, **none, "run": "r", "finished": False})
+    shown = []
+    for each in (report, replace(report, head_checkpoint="r-1", checkpoints=1)):
+        console = Console(file=io.StringIO(), width=100)
+        console.print(audit_table(each))
+        shown.append(console.file.getvalue())  # type: ignore[attr-defined]  # it is a StringIO
+    assert ["nothing was trained" in each for each in shown] == [True, False]

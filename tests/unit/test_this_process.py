@@ -3,8 +3,9 @@
 import pytest
 
 from dlac_pipeline.elastic.ranks.this_process import GROUP_VARIABLE, ThisProcess, this_process
+from dlac_pipeline.extensions.replay.step_rows import reader_of
 from dlac_pipeline.lakehouse.errors import SpecInvalid
-from dlac_pipeline.plan.slots import DataCoordinate, reader_of
+from dlac_pipeline.plan.slots import DataCoordinate
 from dlac_pipeline.spec.launch_spec import READER_VARIABLE
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", GROUP_VARIABLE, READER_VARIABLE)

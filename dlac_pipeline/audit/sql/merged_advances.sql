@@ -1,12 +1,12 @@
 -- The advances of a surviving lineage as ledger rows. Those of a block that follow each other are one row. Rows that a later
--- audit needs one by one stay as they are: those of checkpoints with uneven shares, or with reasons of a refusal.
+-- audit needs one by one stay as they are: those of checkpoints with uneven shares, with reasons of a refusal, or not applied.
 CREATE OR REPLACE TABLE merged_advances AS
 WITH
 moved AS (
     SELECT c.*, c.position_end - (c.token_end IS NOT NULL)::BIGINT AS read_to,
         {'position': c.position_start, 'token': coalesce(c.token_start, 0), 'until': c.position_end} AS place,
         u.checkpoint_id IS NOT NULL OR c.quarantine_reasons IS NOT NULL OR c.plan_id IS NULL OR c.leg IS NULL
-            OR c.applied IS NULL AS alone
+            OR c.applied IS NOT true AS alone
     FROM consumption AS c
     SEMI JOIN lineage USING (run, checkpoint_id)
     LEFT JOIN (SELECT DISTINCT checkpoint_id FROM uneven_shares) AS u USING (checkpoint_id)

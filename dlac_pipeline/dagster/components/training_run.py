@@ -18,10 +18,10 @@ from dlac_pipeline.dagster.assets.training import POOL, build_model, build_plan
 from dlac_pipeline.dagster.failures import RUN_TAG
 from dlac_pipeline.dagster.kept_specs import KeptSpecs
 from dlac_pipeline.dagster.resources import HEARTBEAT, heartbeat_resource
-from dlac_pipeline.lakehouse.config import LakehouseConfig
+from dlac_pipeline.lakehouse.config import LakehouseConfig, home_folder
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.masking import mask_secrets
-from dlac_pipeline.spec.job_spec import JobSpec, home_folder, read_spec, spec_of_file
+from dlac_pipeline.spec.job_spec import JobSpec, read_spec, spec_of_file
 
 _log = logging.getLogger(__name__)
 _KIND = "dlac"

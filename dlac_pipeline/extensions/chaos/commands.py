@@ -25,8 +25,8 @@ from dlac_pipeline.extensions.chaos.faults import (
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.ledger.run_rows import check_run_name
 from dlac_pipeline.lakehouse.plain_json import strict_json
+from dlac_pipeline.spec.bounds import MOST_STEPS
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.spec.spec_problems import MOST_STEPS
 
 if TYPE_CHECKING:
     from dlac_pipeline.extensions.chaos.campaign import ChaosPlan

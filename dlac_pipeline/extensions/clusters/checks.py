@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from dlac_pipeline.extensions.clusters.settings import ClusterSpec
+from dlac_pipeline.lakehouse.config import home_folder
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.named_catalogs import configured
-from dlac_pipeline.spec.job_spec import JobSpec, home_folder
+from dlac_pipeline.spec.job_spec import JobSpec
 
 _OF_SLURM = ("options",)
 _OF_KUBERNETES = ("queue", "namespace", "pod")

@@ -16,7 +16,7 @@ from dlac_pipeline.elastic.ranks.this_process import this_process
 from dlac_pipeline.extensions.dataset.batches import ABOUT, LAST_BATCHES, LastBatch
 from dlac_pipeline.extensions.dataset.dataset import DlacDataset
 from dlac_pipeline.extensions.dataset.state import check_requested, read_state
-from dlac_pipeline.lakehouse.config import LakehouseConfig
+from dlac_pipeline.lakehouse.config import LakehouseConfig, home_folder
 from dlac_pipeline.lakehouse.errors import DlacError, SpecInvalid, TrainingFailed
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.plan.legs.choice import check_tokens, first_leg, plan_sources
@@ -61,7 +61,7 @@ def open_dataset(
         BadInput, LakehouseError: as from planning and opening.
     """
     _check_types(spec=spec, home=home, lakehouse=lakehouse, state=state)
-    job = _spec_of(spec, settings, lakehouse).resolved(Path(home) if home is not None else job_spec.home_folder())
+    job = _spec_of(spec, settings, lakehouse).resolved(Path(home) if home is not None else home_folder())
     _check_readable(job, last_batch)
     coordinate = _share(rank, world_size, job.order.batch_size)
     is_own = dist.is_initialized() and coordinate == DataCoordinate(dist.get_rank(), dist.get_world_size())

@@ -9,7 +9,26 @@ from typer import Argument, Option
 
 from dlac_pipeline.audit.wording import format_age, format_bytes
 from dlac_pipeline.cli import shared as ui
-from dlac_pipeline.lakehouse.ledger.run_rows import check_checkpoint_name
+from dlac_pipeline.lakehouse.errors import SpecInvalid
+
+_HOLDS = ("fork:", "export:")
+"""Beginnings of the names by which DLAC itself holds checkpoints."""
+_NAME_CHARACTERS = 200
+
+
+def check_checkpoint_name(name: str) -> str:
+    """Return a name for a checkpoint. Raises `SpecInvalid` if it is blank, cannot be printed, or is one of DLAC's own."""
+    if not name.strip() or name != name.strip() or not name.isprintable() or len(name) > _NAME_CHARACTERS:
+        raise SpecInvalid(
+            f"expected a tag of 1-{_NAME_CHARACTERS} characters that can be printed, without space around it, found {name!r}: "
+            "choose such a tag"
+        )
+    if name.casefold().startswith(_HOLDS):
+        raise SpecInvalid(
+            f"expected a tag that begins with none of {list(_HOLDS)!r}, found {name!r}: DLAC keeps checkpoints by such tags "
+            "while it forks and exports, choose another"
+        )
+    return name
 
 
 @ui.extension_command("dlac checkpoint list my-run", "dlac checkpoint list my-run --json")

@@ -8,8 +8,7 @@ from typer import Argument, Option
 from dlac_pipeline.audit.wording import format_age, format_count, format_duration
 from dlac_pipeline.cli import shared as ui
 from dlac_pipeline.extensions.look.display import describe_status, watch_run
-from dlac_pipeline.lakehouse.ledger.run_rows import check_run_name
-from dlac_pipeline.spec.spec_problems import LONGEST_WAIT_S
+from dlac_pipeline.spec.bounds import LONGEST_WAIT_S
 
 if TYPE_CHECKING:
     from dlac_pipeline.lakehouse.ledger.recoveries import Recovery
@@ -76,7 +75,7 @@ def incidents(
         str | None,
         Argument(
             help="Name of the training run. Unset: all runs.",
-            callback=lambda run: None if run is None else check_run_name(run),
+            callback=ui.check_run,
         ),
     ] = None,
     home: ui.Home = None,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.live import Live
 
-from dlac_pipeline.audit.wording import format_ago, format_count, format_duration, format_rate
+from dlac_pipeline.audit.wording import format_ago, format_count, format_duration
 from dlac_pipeline.cli.display import Interrupted
 from dlac_pipeline.cli.shared import command_with, facts_table
 from dlac_pipeline.lakehouse.plain_json import strict_json
@@ -104,7 +104,7 @@ def describe_live(facts: Mapping[str, Any], options: Sequence[str] = ()) -> dict
     risk = f"{format_count(at_risk, 'step')}, {format_duration(facts['at_risk_s'])} of training"
     return {
         **_describe_place(facts, facts["state"]),
-        "speed": ", ".join(format_rate(rate, noun) for rate, noun in speeds if rate is not None),
+        "speed": ", ".join(_format_rate(rate, noun) for rate, noun in speeds if rate is not None),
         "consumed": None if share is None else f"{share:.1%} of the pass",
         "checkpoint": "none committed yet" if age is None else format_ago(age),
         "at risk": risk if at_risk else None,
@@ -126,3 +126,8 @@ def _describe_place(facts: Mapping[str, Any], state: str) -> dict[str, str | Non
         "step": f"{step:,} of {total:,} ({step / total:.0%})" if total else f"{step:,}",
         "loss": None if facts["loss"] is None else f"{facts['loss']:.6g}",
     }
+
+
+def _format_rate(per_s: float, noun: str) -> str:
+    """Write a rate: 12 samples/s, 0.42 steps/s."""
+    return f"{per_s:,.0f} {noun}/s" if per_s >= 10 else f"{per_s:.2g} {noun}/s"

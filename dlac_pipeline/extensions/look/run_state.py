@@ -16,8 +16,7 @@ from dlac_pipeline.lakehouse.ledger.branches import exclusions_in_force
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.older_ledger import check_ledger
 from dlac_pipeline.lakehouse.ledger.recoveries import Recovery, recoveries_of
-from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, LedgerRow
-from dlac_pipeline.spec.launch_spec import NODES
+from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, NODES, LedgerRow, Purpose
 from dlac_pipeline.supervise import claims
 from dlac_pipeline.supervise.liveness.launch_liveness import liveness_of
 from dlac_pipeline.supervise.liveness.run_lock import lock_path
@@ -26,6 +25,8 @@ from dlac_pipeline.supervise.retry_policy import LOST_AFTER_S
 
 _KEYS = ("run", "seq", "kind", "attempt", "nonce")
 _COLUMNS = (*_KEYS, "step", "checkpoint_id", "parent", "head_after", "committed_at", "reason", "checkpoint", "claim")
+_IDLE: dict[Purpose, str] = {"adopts": "adopted", "rewinds": "rewound", "forks": "forked"}
+"""Purpose of an attempt that trains nothing -> the state of its run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,7 +79,7 @@ def run_status(lakehouse: Lakehouse, run: str) -> dict[str, Any]:
         "goodput": goodput_of_rows(rows, recoveries),
         "gave_up": given_up[-1] if given_up and not finished else None,
         "last_failure": current_failure(rows, recoveries),
-        "total_steps": _total_steps(rows),
+        "total_steps": total_steps_of(rows),
         "launch": standing.state,
         "launch_note": standing.note,
         "next_command": standing.next_command,
@@ -111,7 +112,7 @@ def list_runs(lakehouse: Lakehouse) -> list[dict[str, Any]]:
             "state": "finished" if standing.state == "finished" else "open",
             "launch": standing.state,
             "step": 0 if head is None else head.step,
-            "total_steps": _total_steps(rows),
+            "total_steps": total_steps_of(rows),
             "head_checkpoint": fence.head,
             "head_committed_at": None if head is None else head.committed_at,
             "attempts": fence.attempt,
@@ -131,7 +132,7 @@ def standing_of(rows: list[LedgerRow], recoveries: Sequence[Recovery] = ()) -> S
     run, attempt = rows[0].run, run_rows.fence_of_rows(rows).attempt
     if run_rows.finished_of_rows(rows):
         return Standing(state="finished", command=("audit", run))
-    begun = run_rows.idle_kind(rows, attempt)
+    begun = _idle_kind(rows, attempt)
     if begun is not None:
         return Standing(state=begun, note="not launched since", command=_resume(rows, run))
     return _standing_of_launch(rows, run, attempt, recoveries)
@@ -145,6 +146,9 @@ def _standing_of_launch(rows: list[LedgerRow], run: str, attempt: int, recoverie
         note = f"attempt {attempt}, process {holder} on this node"
         return Standing(state="training", note=note, command=("status", run, "--watch"))
     ended = _ended_in_order(rows, attempt)
+    if ended == "caught up":
+        note = f"`{shlex.join(('dlac', *_resume(rows, run)))}` trains rows that are appended later"
+        return Standing(state=ended, note=note, command=("audit", run))
     if ended is not None:
         return Standing(state=ended, command=_resume(rows, run))
     if not signs.here and signs.silent_s < LOST_AFTER_S:
@@ -181,12 +185,20 @@ def _resume(rows: list[LedgerRow], run: str) -> tuple[str, ...]:
     return ("recover", run) if known else ("recover", run, "--spec", SPEC_PLACEHOLDER)
 
 
-def _total_steps(rows: list[LedgerRow]) -> int | None:
-    """Return the last step of the run, as the last attempt that trains or else the head records it, or None."""
+def total_steps_of(rows: list[LedgerRow]) -> int | None:
+    """Return the last step of the run, as the last attempt recorded it at its start or with its head, or None."""
     fence = run_rows.fence_of_rows(rows)
     head = run_rows.checkpoint_rows(rows).get(fence.head or "")
     if run_rows.finished_of_rows(rows):
         return None if head is None else head.step
+    if head is not None and head.attempt == fence.attempt:  # replays of skipped steps have come since the start
+        return head.total_steps
     folder = run_rows.claim_of(rows, fence.attempt).launch_folder
     announced = read_total_steps(Path(folder)) if folder else None
     return announced if announced is not None or head is None else head.total_steps
+
+
+def _idle_kind(rows: Sequence[LedgerRow], attempt: int) -> str | None:
+    """Return the state of a run whose attempt trains nothing (adopted, rewound or forked), or None for one that trains."""
+    purpose = run_rows.claim_of(rows, attempt).purpose
+    return None if purpose is None else _IDLE[purpose]

@@ -1,9 +1,12 @@
 """Poison rows: deaths at the same rows or at the same line of the script, and the rows that were in hand."""
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
+from dlac_pipeline.elastic.ranks.launch_folder import in_hand_file
 from dlac_pipeline.lakehouse import errors
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS
@@ -16,7 +19,6 @@ from dlac_pipeline.plan.units import UnitTable
 from dlac_pipeline.read.blocks import BlockDecoder, open_decoder
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.failure import SILENT_KINDS, Failure
-from dlac_pipeline.supervise.liveness.heartbeat import read_in_hand
 
 _WITNESSES = 8
 """Other data files of the plan that are tried. One readable file shows that the store is available."""
@@ -198,3 +200,14 @@ def _store_answers(decoder: BlockDecoder, plan: Plan, path: str) -> bool:
     first_units.pop(path, None)
     others = list(first_units.values())[:_WITNESSES]
     return not others or any(_problem(decoder, plan, unit) is None for unit in others)
+
+
+def read_in_hand(folder: Path, step: int) -> Iterator[list[int]]:
+    """Yield the ranges that the ranks' batch of `step` moves: source, key group, pass, block, first position, end position.
+
+    A rank that died while it wrote has recorded nothing.
+    """
+    for path in sorted(folder.glob(in_hand_file(folder, 0).name.replace("00000", "*"))):
+        with suppress(ValueError):
+            recorded, moved = json.loads(path.read_text(errors="replace").partition("\n")[0])
+            yield from moved if recorded == step else []

@@ -11,7 +11,7 @@ from dlac_pipeline.audit.wording import format_count
 from dlac_pipeline.cli import shared as ui
 from dlac_pipeline.extensions.replay.rows_command import show_step_rows
 from dlac_pipeline.lakehouse.plain_json import strict_json
-from dlac_pipeline.spec.spec_problems import MOST_STEPS
+from dlac_pipeline.spec.bounds import MOST_STEPS
 
 if TYPE_CHECKING:
     from dlac_pipeline.extensions.replay.spike import SpikeReport

@@ -10,12 +10,19 @@ from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, claim_of, fence_of_rows, lineage_of, trained_by
-from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow, CheckpointRow, ClaimRow, ForkRow, MembershipRow
+from dlac_pipeline.lakehouse.ledger.typed_rows import (
+    AdvanceRow,
+    CheckpointRow,
+    ClaimRow,
+    ForkRow,
+    LedgerRow,
+    MembershipRow,
+)
 from dlac_pipeline.plan.legs.committed_leg import leg_of, replays_of
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.order import LegOrder, ReaderState
 from dlac_pipeline.plan.source_order import Cursor
-from dlac_pipeline.supervise.claims import launch_folders_of, ranks_of_attempt, trained_attempts
+from dlac_pipeline.supervise.claims import launch_folders_of, spec_of_attempt, trained_attempts
 from dlac_pipeline.supervise.liveness.heartbeat import read_heartbeats
 
 
@@ -185,3 +192,9 @@ def _cursor_after(row: AdvanceRow) -> Cursor:
     if row.token_end is None:
         return Cursor(row.pass_index, row.block, row.position_end)
     return Cursor(row.pass_index, row.block, row.position_end - 1, row.token_end)
+
+
+def ranks_of_attempt(lakehouse: Lakehouse, rows: Sequence[LedgerRow], run: str, attempt: int) -> tuple[int, int]:
+    """Return the ranks of an attempt, and the shares that they read, by its job spec. Raises as `spec_of_attempt`."""
+    launch = spec_of_attempt(lakehouse, rows, run, attempt).launch
+    return launch.world_size, launch.world_size // launch.processes_per_reader

@@ -19,7 +19,7 @@ from dlac_pipeline.plan.cut import Slices
 from dlac_pipeline.plan.legs.leg import Leg, LegSource
 from dlac_pipeline.plan.order import LegOrder
 from dlac_pipeline.plan.plan import Plans
-from dlac_pipeline.plan.slots import DataCoordinate, reader_of
+from dlac_pipeline.plan.slots import DataCoordinate
 from dlac_pipeline.read.blocks import BlockDecoder, open_decoder
 from dlac_pipeline.read.prefetch import Prefetcher
 from dlac_pipeline.spec.job_spec import JobSpec
@@ -192,3 +192,8 @@ def _open_column(plans: Plans, source: LegSource, column: str) -> BlockDecoder:
         raise NoSuchColumn.of(f"--text, of table {source.table!r}", column, names)
     snapshots = {plans.row(plan_id).snapshot_id for plan_id in source.start.plan_ids}
     return open_decoder(table, replace(source, columns=(column,)), snapshots)
+
+
+def reader_of(slot: int, readers: int, batch_size: int) -> int:
+    """Return the index of the coordinate that a slot belongs to, among `readers`."""
+    return ((slot + 1) * readers - 1) // batch_size

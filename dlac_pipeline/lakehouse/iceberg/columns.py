@@ -158,6 +158,12 @@ class FileColumns:
         absent = [each.field.name for each in self._columns if each.in_file is None and each.constant is None]
         return {**counted, **dict.fromkeys(absent, footer.rows[unit])}
 
+    def values_in_lists(self, footer: Footer, unit: int) -> dict[str, int]:
+        """Return the number of values of columns of lists, where the footer counts them and no list is null or empty."""
+        of_file = {each.field.name: each.in_file for each in self._columns if each.in_file is not None}
+        counted = {name: footer.values(unit, in_file) for name, in_file in of_file.items()}
+        return {name: found[0] for name, found in counted.items() if found is not None and found[1] == 0}
+
     def bounds(self, footer: Footer, unit: int) -> dict[str, Bounds]:
         """Return the file's statistics of those columns, by name, that are in the file and not nested."""
         found = {}

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from difflib import get_close_matches
 from typing import Any, TypeVar
 
 from pyiceberg import exceptions
@@ -110,9 +111,14 @@ class Lakehouse:
             try:
                 return self._load(identifier)
             except exceptions.NoSuchTableError as err:
-                raise _no_table(self.config, identifier) from err
+                raise _no_table(self.config, identifier, self._tables_beside(identifier)) from err
             except FileNotFoundError as err:
                 raise self._metadata_problem(identifier, err) from err
+
+    def _tables_beside(self, identifier: str) -> list[str]:
+        with suppress(exceptions.NoSuchNamespaceError, exceptions.RESTError, NotImplementedError):
+            return [".".join(each) for each in self.catalog.list_tables(identifier.rpartition(".")[0])]
+        return []
 
     def _load(self, identifier: str) -> Table:
         try:
@@ -377,10 +383,12 @@ def check_tables_may_exist(config: LakehouseConfig, tables: Sequence[str]) -> No
         raise _no_table(config, tables[0])
 
 
-def _no_table(config: LakehouseConfig, identifier: str) -> errors.NoSuchTable:
+def _no_table(config: LakehouseConfig, identifier: str, known: Sequence[str] = ()) -> errors.NoSuchTable:
+    close = get_close_matches(identifier, known, n=1)
+    meant = f"did you mean {close[0]!r}? Else " if close else ""
     return errors.NoSuchTable(
-        f"expected a table named {identifier!r} in the catalog at {config.address!r}, found none: run the command in the folder "
-        "that has .dlac, or name another embedded lakehouse with --home or DLAC_HOME"
+        f"expected a table named {identifier!r} in the catalog at {config.address!r}, found none: {meant}run the command in the "
+        "folder that has .dlac, or name another embedded lakehouse with --home or DLAC_HOME"
     )
 
 

@@ -27,6 +27,7 @@ from dlac_pipeline.lakehouse.iceberg.data_files import LiveFile, live_files, sna
 from dlac_pipeline.lakehouse.iceberg.deletes import NO_ROWS, Deletes
 
 _THREADS = 4
+_LOST = "restore the file, delete it from the table, or plan another snapshot: on_unreadable applies to files that are planned"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +50,18 @@ class FilesToRead:
     """Paths of the files."""
     progress: Callable[[int, int], None] = lambda done, total: None
     """Called after each file, with the number of files that are read, and the number of all."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ColumnChecks:
+    """Columns whose content must fit in the rows that are read. Footers may show that it does not."""
+
+    without_nulls: Sequence[str] = ()
+    of_one_length: Sequence[str] = ()
+    """Columns of `without_nulls` whose lists have one length."""
+
+
+NO_CHECKS = ColumnChecks()
 
 
 def parse_exclusion(text: str, schema: Schema, table: Table) -> tuple[Schema, Condition]:
@@ -83,16 +96,16 @@ def row_groups_of(
     schema: Schema | None = None,
     reads: FilesToRead = FilesToRead(),
     exclude: Sequence[str] = (),
-    without_nulls: Sequence[str] = (),
+    checks: ColumnChecks = NO_CHECKS,
 ) -> list[RowGroup]:
     """Return all row groups of a snapshot but for files that the filter excludes whole, sorted by file path and row group.
 
     A row is dead if a delete names it, if the filter is not true for it, or if one of `exclude` is. Exclusions do not change
     the list of row groups, and may name columns as another schema of the table does (see `parse_exclusion`). `schema` names
-    the columns, by default the snapshot's own. `without_nulls` names columns in which a row that is read may not be null.
+    the columns, by default the snapshot's own. `checks` are compared with the footers.
 
     Raises `NoSuchSnapshot`, `SpecInvalid` or `NoSuchColumn` for a request that does not fit the table, `DataFileUnreadable`,
-    and `UnsupportedDeletes` or `UnsupportedColumn` for data that cannot be read exactly, or with a null that is surely read.
+    and `UnsupportedDeletes` or `UnsupportedColumn` for data that cannot be read exactly, or that surely fails `checks`.
     """
     schema = schema or snapshot_schema(table, snapshot_id)
     wanted = parse_filter(row_filter, schema)
@@ -101,7 +114,7 @@ def row_groups_of(
     parsed = [parse_exclusion(text, schema, table) for text in exclude]
     own = combine(False, [condition for names, condition in parsed if names is schema])  # all of them as one condition
     excluded = [(schema, own), *(each for each in parsed if each[0] is not schema)]
-    planner = _Planner(table, schema, excluded, without_nulls)
+    planner = _Planner(table, schema, excluded, checks)
     groups: list[RowGroup] = []
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="footer") as pool:
         for done, found in enumerate(pool.map(planner.row_groups, files), start=1):
@@ -114,18 +127,18 @@ class _Planner:
     """Row groups of data files, one file at a time, in any thread."""
 
     def __init__(
-        self, table: Table, schema: Schema, excluded: Sequence[tuple[Schema, Condition]], without_nulls: Sequence[str]
+        self, table: Table, schema: Schema, excluded: Sequence[tuple[Schema, Condition]], checks: ColumnChecks
     ) -> None:
         self._io = table.io
         self._schema = schema
         self._mapping = name_mapping_of(table)
         self._deletes = Deletes(table, schema)
         self._excluded = excluded
-        self._without_nulls = without_nulls
+        self._checks = checks
 
     def row_groups(self, file: LiveFile) -> list[RowGroup]:
         try:
-            with expect(f"a data file at {file.path!r}"), self._io.new_input(file.path).open() as stream:
+            with expect(f"a data file at {file.path!r}", _LOST), self._io.new_input(file.path).open() as stream:
                 return self._of_file(file, open_file(file.path, stream, self._schema.fields))
         except (NoSuchColumn, UnsupportedColumn) as err:
             raise type(err)(f"{err} (data file {file.path!r})") from err
@@ -134,13 +147,15 @@ class _Planner:
         deleted, footer = self._deletes.dead_rows(file, opened), opened.footer
         wanted = self._in_file(file, opened, self._schema, file.residual)
         excluded = [self._in_file(file, opened, names, condition) for names, condition in self._excluded]
-        of_file = footer.schema, self._schema, self._without_nulls, self._mapping, file.partition_values
+        of_file = footer.schema, self._schema, self._checks.without_nulls, self._mapping, file.partition_values
         whole = FileColumns.of(*of_file)
         groups, first_row = [], 0
         for index, rows in enumerate(footer.rows):
             start, end = np.searchsorted(deleted, (first_row, first_row + rows))
             dead = _dead_rows(index, deleted[start:end] - first_row, rows, wanted, excluded)
             _check_nulls(whole, footer, index, len(dead))
+            if rows and not len(dead):
+                _check_lengths(whole, footer, index, self._checks.of_one_length)
             groups.append(
                 RowGroup(
                     file_path=file.path,
@@ -196,6 +211,16 @@ def _check_nulls(columns: FileColumns, footer: Footer, index: int, dead: int) ->
                 f"expected no nulls in column {name!r}, found {nulls} among the {footer.rows[index]} rows of row group {index}, "
                 f'of which {dead} are not read: declare it nullable = ["{name}"], or filter them out with row_filter = '
                 f'"{name} IS NOT NULL"'
+            )
+
+
+def _check_lengths(columns: FileColumns, footer: Footer, index: int, names: Sequence[str]) -> None:
+    """Raise `UnsupportedColumn` if the lists of a row group surely have several lengths."""
+    for name, values in columns.values_in_lists(footer, index).items():
+        if name in names and values % footer.rows[index]:
+            raise UnsupportedColumn(
+                f"expected lists of one length in column {name!r}, found {values} values in the {footer.rows[index]} rows of row "
+                f'group {index}: pack them with [sequences], or declare them ragged = ["{name}"]'
             )
 
 

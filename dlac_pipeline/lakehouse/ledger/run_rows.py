@@ -11,16 +11,11 @@ from dlac_pipeline.lakehouse.ledger import typed_rows
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow, LedgerRow, QuarantinedCheckpointRow
 
 R = TypeVar("R", bound=LedgerRow)
-_IDLE: dict[typed_rows.Purpose, str] = {"adopts": "adopted", "rewinds": "rewound", "forks": "forked"}
-"""Purpose of an attempt that trains nothing -> the state of its run."""
 _NAMED = 5
 """Checkpoints that a message names, at the most."""
 _RUNS_NAMED = 10
 """Runs that a message names, at the most."""
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-_HOLDS = ("fork:", "export:")
-"""Beginnings of the names by which DLAC itself holds checkpoints (`extensions/kept_checkpoints/tags.py`)."""
-_NAME_CHARACTERS = 200
 
 
 def check_run_name(run: str) -> str:
@@ -31,21 +26,6 @@ def check_run_name(run: str) -> str:
             f"{run!r}: choose such a name"
         )
     return run
-
-
-def check_checkpoint_name(name: str) -> str:
-    """Return a name for a checkpoint. Raises `SpecInvalid` if it is blank, cannot be printed, or is one of DLAC's own."""
-    if not name.strip() or name != name.strip() or not name.isprintable() or len(name) > _NAME_CHARACTERS:
-        raise SpecInvalid(
-            f"expected a tag of 1-{_NAME_CHARACTERS} characters that can be printed, without space around it, found {name!r}: "
-            "choose such a tag"
-        )
-    if name.casefold().startswith(_HOLDS):
-        raise SpecInvalid(
-            f"expected a tag that begins with none of {list(_HOLDS)!r}, found {name!r}: DLAC keeps checkpoints by such tags "
-            "while it forks and exports, choose another"
-        )
-    return name
 
 
 def no_such_run(run: str, runs: Sequence[str]) -> NoSuchRun:
@@ -172,9 +152,3 @@ def finished_of_rows(rows: Sequence[LedgerRow]) -> bool:
     """Return True if a run's rows show that it is finished, and no later rewind opened it again."""
     turns = [row for row in rows if isinstance(row, typed_rows.FinishRow | typed_rows.RewindRow)]
     return isinstance(max(turns, key=lambda row: row.seq, default=None), typed_rows.FinishRow)
-
-
-def idle_kind(rows: Sequence[LedgerRow], attempt: int) -> str | None:
-    """Return the state of a run whose attempt trains nothing (adopted, rewound or forked), or None for one that trains."""
-    purpose = claim_of(rows, attempt).purpose
-    return None if purpose is None else _IDLE[purpose]

@@ -19,6 +19,8 @@ Purpose = Literal["adopts", "rewinds", "forks"]
 """Purpose of a claim whose attempt trains nothing."""
 KINDS: "dict[str, type[LedgerRow]]" = {}
 """Kind in the table -> its class. `OtherRow` has the empty kind."""
+NODES = "nodes"
+"""Reason of an attempt that exits to make room for more nodes. It has no deadline, so this is no notice."""
 _NOT_COMMITTED = datetime.fromtimestamp(0, UTC)
 
 

@@ -10,6 +10,7 @@ from pyiceberg.types import IntegerType, ListType, LongType, StringType
 
 from dlac_pipeline.lakehouse.errors import NoSuchColumn, ResumeMismatch, SpecInvalid, UnsupportedColumn
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+from dlac_pipeline.lakehouse.iceberg.row_groups import NO_CHECKS, ColumnChecks
 from dlac_pipeline.lakehouse.iceberg.snapshots import check_same_table, snapshot_of
 from dlac_pipeline.lakehouse.iceberg.sources import load_version
 from dlac_pipeline.plan.legs.leg import ORDER_SETTINGS, Leg, LegSequences, LegSource
@@ -33,19 +34,20 @@ def plan_sources(
     """Plan each source of a new run, or find its plan. Raises as `check_readable`, which is called first, and `make_plan`."""
     check_readable(lakehouse, spec)
     return tuple(
-        make_plan(lakehouse, source, progress=partial(progress, place), without_nulls=_without_nulls(spec, source))
+        make_plan(lakehouse, source, progress=partial(progress, place), checks=_checks_of(spec, source))
         for place, source in enumerate(spec.sources)
     )
 
 
-def _without_nulls(spec: JobSpec, source: SourceSpec) -> list[str]:
-    """Return the columns in which a null would surely end the run: none if not all rows are read, or a transform gets them."""
+def _checks_of(spec: JobSpec, source: SourceSpec) -> ColumnChecks:
+    """Return the columns whose content would surely end the run: none if not all rows are read, or a transform gets them."""
     ends_before = spec.order.steps is not None or source.follow == "appends" or not spec.passes_of(source)
     if ends_before or source.transform:
-        return []
+        return NO_CHECKS
     if spec.sequences.length:
-        return [spec.sequences.column or source.columns[0]]
-    return [name for name in source.columns if name not in source.nullable]
+        return ColumnChecks(without_nulls=[spec.sequences.column or source.columns[0]])
+    whole = [name for name in source.columns if name not in source.nullable]
+    return ColumnChecks(without_nulls=whole, of_one_length=[name for name in whole if name not in source.ragged])
 
 
 def first_leg(spec: JobSpec, plans: Sequence[Plan]) -> Leg:

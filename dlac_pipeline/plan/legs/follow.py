@@ -17,7 +17,7 @@ from dlac_pipeline.lakehouse.iceberg.snapshots import schema_id_of, snapshot_of
 from dlac_pipeline.lakehouse.iceberg.sources import load_version
 from dlac_pipeline.plan.cut import CutSettings
 from dlac_pipeline.plan.legs.changes import Changes, history_of
-from dlac_pipeline.plan.legs.leg import Leg, LegSource, QuarantinedUnit, Unreadable, describe_differences
+from dlac_pipeline.plan.legs.leg import CHANGEABLE, Leg, LegSource, QuarantinedUnit, Unreadable, describe_differences
 from dlac_pipeline.plan.order import ReaderState
 from dlac_pipeline.plan.plan import Plan, Plans
 from dlac_pipeline.plan.planner import exclude_rows, make_plan
@@ -25,7 +25,6 @@ from dlac_pipeline.plan.source_order import Cursor, SourceOrder, SourceStart
 from dlac_pipeline.plan.units import Ints
 from dlac_pipeline.spec.job_spec import JobSpec, SourceSpec
 
-_CHANGEABLE = ("batch_size", "block_slices", "shuffle", "seed", "steps", "exclude", "weight", "passes", "snapshot_id")
 Dead = dict[int, Ints]
 """Unit -> sorted offsets of rows that are skipped."""
 
@@ -75,10 +74,10 @@ def next_leg(plans: Plans, spec: JobSpec, leg: Leg, request: LegRequest, *, step
 def check_changeable(leg: Leg, requested: Leg) -> None:
     """Raise `ResumeMismatch`, which names each difference, if `requested` changes what no new leg may change."""
     differing = leg.differences(requested)
-    fixed = {name: both for name, both in differing.items() if name.rpartition(": ")[2] not in _CHANGEABLE}
+    fixed = {name: both for name, both in differing.items() if name.rpartition(": ")[2] not in CHANGEABLE}
     if fixed:
         raise ResumeMismatch(
-            f"a new leg may change {', '.join(_CHANGEABLE)}; of what leg {leg.index} binds it cannot "
+            f"a new leg may change {', '.join(CHANGEABLE)}; of what leg {leg.index} binds it cannot "
             f"change:\n{describe_differences(fixed)}\n"
             "give the committed values again, or start a run under another name"
         )

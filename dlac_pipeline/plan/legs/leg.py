@@ -20,6 +20,7 @@ ORDER_SETTINGS = ("seed", "key_groups", "batch_size", "block_slices", "shuffle",
 """Settings of a job spec's order that a leg binds, by the names of both."""
 _NOT_BOUND = ("name", "table", "active", "quarantined", "start")
 """Fields of a source that no setting binds. All others may not change within the leg."""
+CHANGEABLE = ("batch_size", "block_slices", "shuffle", "seed", "steps", "exclude", "weight", "passes", "snapshot_id")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -205,9 +206,11 @@ class Leg:
         """Raise `ResumeMismatch`, which names each difference, unless `wanted` binds the same as this committed leg."""
         differing = self.differences(wanted)
         if differing:
+            can_change = all(name.rpartition(": ")[2] in CHANGEABLE for name in differing)
+            new_leg = ", start a new leg on purpose (--new-leg)" if can_change else ""
             raise ResumeMismatch(
                 f"resuming would change what leg {self.index} of this run binds:\n{describe_differences(differing)}\n"
-                "give the committed values again, start a new leg on purpose (--new-leg), or start a run under another name"
+                f"give the committed values again{new_leg}, or start a run under another name"
             )
 
     def warnings(self, live_rows: int, readers: int) -> list[str]:

@@ -4,14 +4,14 @@ import json
 import os
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
 from operator import attrgetter
 from pathlib import Path
 
-from dlac_pipeline.elastic.ranks.launch_folder import in_hand_file, progress_file, ranks_with_progress, reason_file
+from dlac_pipeline.elastic.ranks.launch_folder import progress_file, ranks_with_progress, reason_file
 
 _RECORD = struct.Struct("<qqdqdqqqqqqqqd")
 
@@ -103,17 +103,6 @@ class HeartbeatFile:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
-
-
-def read_in_hand(folder: Path, step: int) -> Iterator[list[int]]:
-    """Yield the ranges that the ranks' batch of `step` moves: source, key group, pass, block, first position, end position.
-
-    A rank that died while it wrote has recorded nothing.
-    """
-    for path in sorted(folder.glob(in_hand_file(folder, 0).name.replace("00000", "*"))):
-        with suppress(ValueError):
-            recorded, moved = json.loads(path.read_text(errors="replace").partition("\n")[0])
-            yield from moved if recorded == step else []
 
 
 def read_record(folder: Path, rank: int) -> bytes:

@@ -15,19 +15,21 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 
 from dlac_pipeline.lakehouse.errors import RunBusy
 from dlac_pipeline.lakehouse.ledger import typed_rows
 from dlac_pipeline.lakehouse.ledger.run_rows import claim_of, fence_of_rows, finished_of_rows
-from dlac_pipeline.lakehouse.ledger.typed_rows import LedgerRow
-from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.spec.launch_spec import NODES
+from dlac_pipeline.lakehouse.ledger.typed_rows import NODES, LedgerRow
 from dlac_pipeline.supervise.claims import claimed_by, last_reason, left_in_order
 from dlac_pipeline.supervise.liveness.heartbeat import read_heartbeats
 from dlac_pipeline.supervise.liveness.run_lock import lock_path
 from dlac_pipeline.supervise.retry_policy import LOST_AFTER_S
+
+if TYPE_CHECKING:
+    from dlac_pipeline.spec.job_spec import JobSpec
 
 _log = logging.getLogger(__name__)
 POLL_S = 1.0
@@ -101,7 +103,7 @@ def is_lock_held(lock: Path) -> bool:
 
 
 def refuse_if_alive_elsewhere(
-    rows_now: Callable[[], list[LedgerRow]], spec: JobSpec, *, launched_by: str, wait_s: float, stop: threading.Event
+    rows_now: Callable[[], list[LedgerRow]], spec: "JobSpec", *, launched_by: str, wait_s: float, stop: threading.Event
 ) -> None:
     """Wait up to `wait_s` for a launch elsewhere to exit or be lost. Raise `RunBusy` if it is still alive, or `stop` is set."""
     deadline = time.monotonic() + wait_s
@@ -152,7 +154,7 @@ def _watch_s(launch: LaunchLiveness) -> float:
     return LOST_AFTER_S if rows_every_s is None else min(LOST_AFTER_S, max(STEPS_SEEN_S, 2 * rows_every_s))
 
 
-def _may_train_elsewhere(rows: list[LedgerRow], spec: JobSpec, launch: LaunchLiveness, launched_by: str) -> bool:
+def _may_train_elsewhere(rows: list[LedgerRow], spec: "JobSpec", launch: LaunchLiveness, launched_by: str) -> bool:
     """Return True if the current attempt may train elsewhere, so that only its heartbeats can decide."""
     attempt = fence_of_rows(rows).attempt
     if not attempt or finished_of_rows(rows) or not claim_of(rows, attempt).trains:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from dlac_pipeline.checkpoint.store import storing
 from dlac_pipeline.lakehouse.durable_io import lock_at_once, temporary_beside
 from dlac_pipeline.lakehouse.errors import RunBusy
 
@@ -38,6 +37,8 @@ def run_lock(
     """
     stop = stop or threading.Event()
     path = lock_path(local, run)
+    from dlac_pipeline.checkpoint.store import storing  # it imports the job spec, which `dlac status` does not need
+
     with storing(path.parent):
         descriptor = _acquire(path, wait_s, stop)
         if descriptor is None and takeover and not stop.is_set():

@@ -19,8 +19,9 @@ from dlac_pipeline.supervise.recovery_recorder import RecoveryRecorder
 from dlac_pipeline.supervise.retry_policy import RETRY_WITHIN_S
 from dlac_pipeline.supervise.supervision import StopRequests
 
-_GIVEN_UP = (errors.LossNotFinite, errors.LossSpiked)
-_TERMINAL = (errors.BadInput, errors.LedgerError, errors.CheckpointError, errors.Preempted, *_GIVEN_UP)
+_GIVEN_UP = (errors.BadInput, errors.LossNotFinite, errors.LossSpiked)
+"""Errors of a rank that every attempt meets again. The run is given up."""
+_TERMINAL = (errors.LedgerError, errors.CheckpointError, errors.Preempted, *_GIVEN_UP)
 """Errors of a rank that another attempt would meet again, here and now."""
 
 
@@ -71,14 +72,12 @@ class RestartPolicy:
             DlacError: no attempt follows, because it would end in the same way.
         """
         if failure.lost_memory:  # the next attempt reads a checkpoint, and is counted
-            self._raise_if_final(failure)
+            self._raise_if_final(attempt.number, failure)
             return ()
         self._fruitless = 0 if attempt.committed else self._fruitless + 1
         self.copies_at_once |= failure.kind == errors.StateChanged.__name__
-        if not failure.policy and failure.kind in {each.__name__ for each in _GIVEN_UP}:
-            self._recorder.give_up(failure, attempt.number, self._publish)
         if not (attempt.others and (failure.kind == errors.Preempted.__name__ or self._stops.leaving.is_set())):
-            self._raise_if_final(failure)
+            self._raise_if_final(attempt.number, failure)
         if failure.lacked_memory and not attempt.committed:
             expected = f"expected memory for the script of run {self._spec.run!r}"
             todo = "lower order.batch_size, use smaller micro-batches, more ranks or a smaller model, or free memory"
@@ -127,11 +126,13 @@ class RestartPolicy:
         logs = f"its output: `dlac logs {self._spec.run} --attempt {attempt}{rank}`"
         raise error(f"{found}, then train again; {logs}; {last}{failure.describe()}")
 
-    def _raise_if_final(self, failure: Failure) -> None:
+    def _raise_if_final(self, attempt: int, failure: Failure) -> None:
         """Raise the error of a rank if another attempt would meet it again, or if a stop was requested."""
         kind = errors.error_class(failure.kind)
         is_curable = failure.policy or kind is errors.StateChanged
         if kind is not None and issubclass(kind, _TERMINAL) and not is_curable:
+            if issubclass(kind, _GIVEN_UP):
+                self._recorder.give_up(failure, attempt, self._publish)
             raise kind(failure.message)
         if self._stops.stop.is_set():
             stuck = "the ranks were asked to leave and did not"

@@ -1,7 +1,6 @@
 """Resolve the leg that a launch trains: the committed one, its successor, or the first of a new run. Nothing is claimed."""
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from dlac_pipeline.checkpoint.manifest import Manifest
@@ -161,10 +160,14 @@ class Resolver:
         """Return the uuid of each table of the spec. If the tables are checked later, the leg knows an unchanged table's uuid."""
         known = {mine.table: mine.table_uuid for mine in leg.sources} if self.defers_tables else {}
         uuids = {}
-        for source in self._spec.sources:
-            with suppress(errors.NoSuchTable):  # reported with its name where the leg needs the table
-                table = source.table
+        for table in (source.table for source in self._spec.sources):
+            try:
                 uuids[table] = known.get(table) or str(self._lakehouse.load(table).metadata.table_uuid)
+            except errors.NoSuchTable:
+                if table not in {
+                    mine.table for mine in leg.sources
+                }:  # else it is reported where the leg needs the table
+                    raise
         return uuids
 
     def _first(self, rows: list[typed_rows.LedgerRow]) -> Leg:

@@ -10,7 +10,7 @@ import pytest
 
 from dlac_pipeline.cli.shared import command_with
 from dlac_pipeline.extensions.look.commands import describe_incident
-from dlac_pipeline.extensions.look.run_state import current_failure, standing_of
+from dlac_pipeline.extensions.look.run_state import current_failure, standing_of, total_steps_of
 from dlac_pipeline.lakehouse.ledger.recoveries import Recovery
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow, FinishRow, LedgerRow
 from dlac_pipeline.spec.launch_request import OPERATOR
@@ -80,8 +80,10 @@ def test_next_command_needs_spec(tmp_path: Path) -> None:
     ],
 )
 def test_endings_have_different_states(appended: tuple[LedgerRow, ...], state: str) -> None:
-    """A launch that ended in order is not dead. A node without recent rows is silent."""
-    assert standing_of(rows(*appended)).state == state
+    """A launch that ended in order is not dead. A node without recent rows is silent. One that has caught up needs no start."""
+    standing = standing_of(rows(*appended))
+    assert standing.state == state
+    assert (standing.command == ("audit", "r")) == (state in ("finished", "caught up"))
 
 
 def test_recent_commit_elsewhere_means_training() -> None:
@@ -96,6 +98,14 @@ def test_stop_without_checkpoint_is_known(tmp_path: Path) -> None:
     """A launch that was stopped before its first commit recorded the stop in its launch folder."""
     (tmp_path / "events.jsonl").write_text('{"event": "training", "step": 0, "total_steps": 9}\n{"event": "stopped"}\n')
     assert standing_of(rows(claim(launch_folder=str(tmp_path)))).state == "stopped"
+
+
+def test_replays_raise_total_steps(tmp_path: Path) -> None:
+    """The last step is that of the newest record: of the start of an attempt, or of its head, which knows later replays."""
+    (tmp_path / "events.jsonl").write_text('{"event": "training", "step": 0, "total_steps": 9}\n')
+    begun, head = claim(launch_folder=str(tmp_path)), replace(checkpoint(4, "steps"), total_steps=11)  # type: ignore[call-arg]
+    assert [total_steps_of(rows(*each)) for each in ((begun,), (begun, head))] == [9, 11]
+    assert total_steps_of(rows(begun, head, claim(2, launch_folder=str(tmp_path)))) == 9
 
 
 def recovery(**changes: Any) -> Recovery:

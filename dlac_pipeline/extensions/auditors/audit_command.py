@@ -1,4 +1,4 @@
-"""`dlac audit`, and the groups of commands of extensions: `dlac table`, `dlac ledger` and `dlac checkpoint`."""
+"""The command `dlac audit`."""
 
 import sys
 from pathlib import Path
@@ -9,23 +9,11 @@ from typer import Option
 
 import dlac_pipeline as dlac
 from dlac_pipeline.cli import shared as ui
-from dlac_pipeline.cli.extension_commands import InnerGroup
 
-app = typer.Typer()
-_GROUPS = {
-    "table": "list and release the pins of source tables, and register Parquet files as one.",
-    "ledger": "keep DLAC's own tables small, and rebuild the ledger after a loss.",
-    "checkpoint": "list, tag, verify, retire and export checkpoints, and adopt checkpoints of other programs.",
-}
-"""Name of a group of commands -> its help. Extensions have its commands."""
-for _name, _help in _GROUPS.items():
-    group = typer.Typer(cls=InnerGroup, no_args_is_help=True)
-    app.add_typer(group, name=_name, help=f"Group: {_help}", rich_help_panel=ui.STORAGE)
+PANEL = "Audit"
 
 
-@ui.command(
-    app,
-    ui.AUDIT,
+@ui.extension_command(
     "dlac audit my-run",
     "dlac audit my-run --checkpoint 400",
     "dlac audit my-run --record my-run.audit",
@@ -56,14 +44,13 @@ def audit(
     """
     from dlac_pipeline.audit.audit import audit_run
     from dlac_pipeline.audit.table import audit_table
+    from dlac_pipeline.extensions.auditors.record import audit_since
 
     lakehouse = ui.lakehouse_of(spec, home)
     if explain or iceberg:
         sys.stdout.write(dlac.explain_sql(lakehouse, run, checkpoint, iceberg=iceberg))
         return
-    report = (
-        dlac.audit_since(lakehouse, run, checkpoint, record=record) if record else audit_run(lakehouse, run, checkpoint)
-    )
+    report = audit_since(lakehouse, run, checkpoint, record=record) if record else audit_run(lakehouse, run, checkpoint)
     if as_json:
         ui.show_json(report.to_json())
     else:
