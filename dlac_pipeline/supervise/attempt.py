@@ -24,6 +24,7 @@ from dlac_pipeline.supervise.failure import (
     stuck_rank,
 )
 from dlac_pipeline.supervise.ranks.all_ranks import AllRanks
+from dlac_pipeline.supervise.ranks.healing import healing_of
 from dlac_pipeline.supervise.ranks.local_ranks import Exit
 from dlac_pipeline.supervise.ranks.node_part import NodePart
 from dlac_pipeline.supervise.ranks.rank_events import Ending, Event, EventReader, ending_of
@@ -92,7 +93,8 @@ class SupervisedAttempt:
     def run(self) -> Ending | Failure | Rescale:
         """Run the whole attempt. No rank of this node is left when the call returns or raises."""
         own = self._part.start()
-        ranks = AllRanks(own, self._round)
+        healing = healing_of(self._spec.launch)
+        ranks = AllRanks(own, self._round) if healing is None else healing.all_ranks(own, self._round)
         end: Ending | Failure | Rescale
         try:  # the ranks import their libraries while the run is claimed
             try:
@@ -170,9 +172,9 @@ class SupervisedAttempt:
     def _watch(self, ranks: AllRanks, ledger: LedgerWatch) -> Ending | Failure | Rescale:
         while True:
             self._read_ranks(ranks)
-            for event in ranks.own.heal():
+            for event in ranks.heal():
                 self._publish(event)
-            for rejoined in ranks.own.find_rejoined():
+            for rejoined in ranks.find_rejoined():
                 self._recorder.record_rejoined(rejoined, self._start.request.nonce, self._publish)
             ledger.check()
             for observation, cause in self._observe(ranks):
@@ -202,7 +204,7 @@ class SupervisedAttempt:
             yield Observation.ROOM_TO_GROW, None
         if self._ending == "stopped":
             yield Observation.TRAINING_STOPPED, None
-        hung = self._monitor.hangs.find_hang(ranks.heartbeats(), gone=ranks.own.gone())
+        hung = self._monitor.hangs.find_hang(ranks.heartbeats(), gone=ranks.gone())
         if hung is not None and ranks.own.outlives_hang(hung):
             self._monitor.hangs.forget()
         elif hung is not None:

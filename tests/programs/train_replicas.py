@@ -172,7 +172,8 @@ def train(run: dlac.TrainingRun) -> None:
     state = DyingState(model=model, optimizer=optimizer)
     state.healing = params.get("dies_healing", "")
     if params.get("loses_states") and REJOINS and run.resume_point.attempt == 1:
-        StateServer.recv_checkpoint = lose_state
+        server: Any = StateServer
+        server.recv_checkpoint = lose_state
     run.restore(state)
     if REJOINS and "darkens" in params and first_to_claim("darkens"):
         kill_lighthouse()
