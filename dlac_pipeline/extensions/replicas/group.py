@@ -87,11 +87,11 @@ class State(Protocol):
 class GroupLaunch:
     """The launch of the groups, as a group sees it. A supervisor starts all groups, and ends a launch without the state."""
 
-    def __init__(self, folder: Path, *, rejoins: bool, address: str = LOOPBACK, key: bytes = bytes(32)) -> None:
+    def __init__(self, folder: Path, *, rejoins: bool) -> None:
         self.folder = folder
         """The launch folder."""
-        self.address, self.key = address, key
-        """Address of this node for the groups, and the key by which they know each other."""
+        self.address, self.key = LOOPBACK, b""
+        """Address of this node for the groups, and the key by which those on several nodes know each other."""
         self.rejoins = rejoins
         """True if this process replaces a dead one of the same attempt. It needs the state of a peer."""
 

@@ -8,7 +8,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +16,11 @@ import torch
 from blake3 import blake3
 
 from dlac_pipeline.checkpoint.rng import seed_rng
-from dlac_pipeline.elastic.ranks.addresses import LOOPBACK
 from dlac_pipeline.elastic.sealed_store import shared_secret
 from dlac_pipeline.extensions.replicas.checkpointing import GroupSyncs, ReplicaCheckpointing
 from dlac_pipeline.extensions.replicas.group import GroupLaunch, ReplicaGroup
 from dlac_pipeline.extensions.replicas.own_launch import OwnLaunch
-from dlac_pipeline.extensions.replicas.rank import (
-    ADDRESS_VARIABLE,
-    REJOINS_VARIABLE,
-    limit_s,
-    take_own_group,
-)
+from dlac_pipeline.extensions.replicas.rank import ADDRESS_VARIABLE, REJOINS_VARIABLE, limit_s, take_own_group
 from dlac_pipeline.extensions.replicas.share_reader import ShareReader
 from dlac_pipeline.lakehouse.errors import ScriptInvalid, TrainingFailed
 from dlac_pipeline.plan.slots import DataCoordinate, groups_of_slots
@@ -93,10 +87,13 @@ class ReplicaRun(TrainingRun):
         """True once everything is committed."""
         launch: GroupLaunch | None = self._own
         if self._folder is not None:
-            address = os.environ.get(ADDRESS_VARIABLE, LOOPBACK)
-            launch = GroupLaunch(self._folder, rejoins=REJOINS_VARIABLE in os.environ, address=address)
+            launch = GroupLaunch(self._folder, rejoins=REJOINS_VARIABLE in os.environ)
+            if spec.launch.max_nodes > 1:
+                named = f"dlac replica groups of {spec.run} in attempt {self.resume_point.attempt}"
+                launch.key = blake3(shared_secret(spec.launch).encode(), derive_key_context=named).digest()
+                launch.address = os.environ[ADDRESS_VARIABLE]
         assert launch is not None, "a supervisor or another launcher started this rank"
-        self._launch_folder, launch.key = launch.folder, _group_key(spec, launch.folder)
+        self._launch_folder = launch.folder
         number, groups = self.rank // spec.launch.ranks_per_replica, spec.launch.replicas
         self._group = ReplicaGroup(number, groups, launch, communicator, limit_s=limit_s(spec.launch))
         self._group.head_step = self.resume_point.step
@@ -172,22 +169,6 @@ class ReplicaRun(TrainingRun):
             parted = self._group.part()
         self._has_finished = True
         self._note(Phase.DONE)
-
-
-def _group_key(spec: JobSpec, folder: Path) -> bytes:
-    """Return the key by which the groups know each other: of the secret of the nodes, or on one node from the launch folder."""
-    if spec.launch.max_nodes > 1:
-        return blake3(
-            shared_secret(spec.launch).encode(), derive_key_context=f"dlac replica groups of {spec.run}"
-        ).digest()
-    path, own = folder / "group-key", folder / f"group-key.{os.getpid()}"
-    if not path.exists():
-        own.touch(mode=0o600)
-        own.write_bytes(secrets.token_bytes(32))
-        with suppress(FileExistsError):  # of another group
-            path.hardlink_to(own)
-        own.unlink()
-    return path.read_bytes()
 
 
 class QuorumReader:
