@@ -24,7 +24,6 @@ from dlac_pipeline.supervise.failure import (
     stuck_rank,
 )
 from dlac_pipeline.supervise.ranks.all_ranks import AllRanks
-from dlac_pipeline.supervise.ranks.healing import healing_of
 from dlac_pipeline.supervise.ranks.local_ranks import Exit
 from dlac_pipeline.supervise.ranks.node_part import NodePart
 from dlac_pipeline.supervise.ranks.rank_events import Ending, Event, EventReader, ending_of
@@ -93,8 +92,7 @@ class SupervisedAttempt:
     def run(self) -> Ending | Failure | Rescale:
         """Run the whole attempt. No rank of this node is left when the call returns or raises."""
         own = self._part.start()
-        healing = healing_of(self._spec.launch)
-        ranks = AllRanks(own, self._round) if healing is None else healing.all_ranks(own, self._round)
+        ranks = self._part.all_ranks(own)
         end: Ending | Failure | Rescale
         try:  # the ranks import their libraries while the run is claimed
             try:

@@ -33,7 +33,7 @@ import dlac_pipeline as dlac
 from dlac_pipeline.checkpoint.commit import coordinator
 from dlac_pipeline.extensions.replicas.peers import StateServer
 from dlac_pipeline.extensions.replicas.rank import REJOINS_VARIABLE, read_lighthouse
-from dlac_pipeline.extensions.replicas.torchft_state import TorchFTState
+from dlac_pipeline.extensions.sharded.torchft_state import TorchFTState
 from dlac_pipeline.lakehouse.ledger import commits
 from dlac_pipeline.supervise.liveness.heartbeat import Phase, RankHeartbeat, read_heartbeat
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from dlac_pipeline.supervise.ranks.all_ranks import AllRanks
     from dlac_pipeline.supervise.ranks.rank_starter import RankStart
 
-_PRELOAD = ("torchft", "dlac_pipeline.extensions.replicas.run")
+_PRELOAD = ("torchft", "dlac_pipeline.extensions.replicas.run", "dlac_pipeline.extensions.sharded.torchft_state")
 """Modules that the ranks of replica groups import."""
 
 
@@ -70,9 +70,8 @@ class ReplicaHealing:
     def all_ranks(self, own: ReplicaRanks, round_: Round) -> AllRanks:
         """Return the groups of all nodes, as the leader sees them."""
         from dlac_pipeline.extensions.replicas.all_groups import AllGroups  # imports the catalog
-        from dlac_pipeline.supervise.ranks.all_ranks import AllRanks
 
-        return AllGroups(own, round_) if round_.others else AllRanks(own, round_)
+        return AllGroups(own, round_)
 
     def run_type(self) -> type[Any]:
         """Return the training run of a replica group."""

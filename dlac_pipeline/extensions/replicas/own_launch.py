@@ -20,57 +20,29 @@ from dlac_pipeline.elastic.ranks.communicator import Communicator
 from dlac_pipeline.elastic.ranks.this_process import this_process, was_restarted
 from dlac_pipeline.extensions.replicas.group import GroupLaunch
 from dlac_pipeline.extensions.replicas.group_locks import GroupLocks
+from dlac_pipeline.extensions.replicas.own_rejoin import OwnRejoin
 from dlac_pipeline.extensions.replicas.rank import has_held, mark_dead
 from dlac_pipeline.extensions.replicas.shared_lighthouse import LighthouseWatch
 from dlac_pipeline.lakehouse.errors import Preempted, RunFinished, SpecInvalid, TrainingFailed
-from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.older_ledger import LedgerWatch
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec
-from dlac_pipeline.spec.launch_request import OPERATOR
-from dlac_pipeline.supervise.liveness.heartbeat import Phase, RankHeartbeat, read_heartbeat
+from dlac_pipeline.supervise.liveness.heartbeat import Phase, read_heartbeat
 from dlac_pipeline.supervise.ranks.launch_folders import write_resume_point, write_spec
-from dlac_pipeline.supervise.ranks.local_ranks import Rejoined
 from dlac_pipeline.supervise.ranks.rank_events import EVENTS_FILE, EventWriter, read_ending
-from dlac_pipeline.supervise.recovery_recorder import BackgroundRecorder
-from dlac_pipeline.train.startup import await_resume_point, claim_now, decide_on_first, make_own_folder, spec_of
+from dlac_pipeline.train.startup import (
+    await_resume_point,
+    claim_now,
+    decide_on_first,
+    make_own_folder,
+    spec_of,
+)
 
 _log = logging.getLogger(__name__)
 _HAS_TRAINED = "met"
 """File in a launch folder, once its groups form quorums."""
 _STOPS = "stops"
 """File in a launch folder, once its groups were asked to stop."""
-
-
-class OwnRejoin:
-    """Record of one group's return in the attempt of `nonce`. `last` is the last heartbeat of the dead process."""
-
-    def __init__(self, spec: JobSpec, nonce: str, *, group: int, last: RankHeartbeat) -> None:
-        self._spec, self._nonce, self._group, self._last = spec, nonce, group, last
-        self._recorder: BackgroundRecorder | None = None
-
-    def step_done(self, lakehouse: Lakehouse, heartbeat: RankHeartbeat, events: EventWriter) -> None:
-        """Begin to write the row once the group has finished a step, and the event once the row is written."""
-        if self._recorder is not None:
-            self._recorder.publish_written()
-            return
-        self._recorder = BackgroundRecorder(lakehouse, self._spec)
-        started = psutil.Process().create_time()
-        rejoined = Rejoined(
-            event={"event": "group_rejoined", "group": self._group},
-            cause=f"group {self._group} died, while {self._last.doing}",
-            noticed_by="torchrun" if was_restarted() else OPERATOR,
-            failed_at=min(started, self._last.at),
-            noticed_at=started,
-            had_batch=self._last.spent.in_hand > 0,
-            heartbeat=heartbeat,
-        )
-        self._recorder.record_rejoined(rejoined, self._nonce, events.write)
-
-    def close(self) -> None:
-        """Wait for the row, as `BackgroundRecorder.close` does."""
-        if self._recorder is not None:
-            self._recorder.close()
 
 
 class OwnLaunch(GroupLaunch):

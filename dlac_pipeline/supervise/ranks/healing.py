@@ -36,7 +36,7 @@ class Healing(Protocol):
         """
 
     def all_ranks(self, own: Any, round_: Round) -> AllRanks:
-        """Return the ranks of all nodes as the leader sees them, of which `start` has returned its `own`."""
+        """Return the ranks of several nodes as the leader sees them, of which `start` has returned its `own`."""
 
     def run_type(self) -> type[Any]:
         """Return the subclass of `TrainingRun` by which a rank joins the others, at first or again. Only ranks call it."""

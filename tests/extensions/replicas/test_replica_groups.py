@@ -29,7 +29,7 @@ from dlac_pipeline.extensions.replicas.rank import (
     write_lighthouse,
     write_reached,
 )
-from dlac_pipeline.extensions.replicas.torchft_state import TorchFTState
+from dlac_pipeline.extensions.sharded.torchft_state import TorchFTState
 from dlac_pipeline.lakehouse.errors import CursorMismatch, RunBusy, ScriptInvalid
 from dlac_pipeline.plan.slots import DataCoordinate
 from dlac_pipeline.spec.job_spec import parse_spec

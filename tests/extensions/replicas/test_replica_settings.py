@@ -3,8 +3,8 @@ from typing import Any
 import pytest
 
 from dlac_pipeline.checkpoint.step_sync import RankReport
+from dlac_pipeline.extensions.replicas.checkpointing import StepHistory
 from dlac_pipeline.extensions.replicas.group import Reduced
-from dlac_pipeline.extensions.replicas.history import StepHistory
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
 
