@@ -55,12 +55,12 @@ class FollowedGroups(ReplicaRanks):
         own = {str(group) for group in self.groups}
         elsewhere = {group: found for group, found in leader.get("groups", {}).items() if group not in own}
         self.note_elsewhere(elsewhere, have_state=True, have_ended=leader.get("have_ended", False))
-        self._sent += self._events.read_new()
+        self._sent = [*self._sent, *self._events.read_new()][-_EVENTS_SENT:]
         return {
             "groups": self.presence(),
             "have_state": self.has_state(),
             "have_ended": self.has_ended(),
-            "events": [max(0, len(self._sent) - _EVENTS_SENT), self._sent[-_EVENTS_SENT:]],
+            "events": self._sent,
         }
 
 
@@ -75,13 +75,12 @@ class AllGroups(AllRanks):
         """Places of lost nodes that no other node has taken yet."""
         self._late: set[int] = set()
         """Places whose nodes began without the state."""
-        self._events_read: dict[int, int] = {}
-        """Number of events by the slot of their node."""
+        self._copied_at: dict[int, float] = {}
+        """Moment of the last event that was copied, by the slot of its node."""
 
     def gone(self) -> Collection[int]:
         """Return the ranks without a process, and those of other nodes, whose supervisors find hung ones."""
-        elsewhere = {*range(self._round.share.world_size)} - {*self.own.ranks}
-        return elsewhere | {*self.own.gone()}
+        return {*range(self._round.share.world_size)} - {*self.own.ranks} | {*self.own.gone()}
 
     def heal(self) -> Iterator[Event]:
         """Exchange news with the other nodes, start dead groups of this node again, and replace lost nodes. Yield events."""
@@ -144,9 +143,8 @@ class AllGroups(AllRanks):
         """Write the new events of committers elsewhere to the leader's launch folder."""
         for place, report in reports.items():
             slot = self._round.members[place].slot
-            first, events = report.get("events", (0, ()))
-            new = events[max(0, self._events_read.get(slot, 0) - first) :]
-            self._events_read[slot] = first + len(events)
+            new = [each for each in report.get("events", ()) if each["at"] > self._copied_at.get(slot, 0.0)]
             if new:
+                self._copied_at[slot] = new[-1]["at"]
                 with (self.own.folder / EVENTS_FILE).open("a") as stream:
                     stream.writelines(json.dumps(event) + "\n" for event in new)

@@ -29,7 +29,7 @@ from dlac_pipeline.extensions.replicas.rank import (
     is_dead,
     read_lighthouse,
     url_host,
-    write_reached,
+    write_presence,
 )
 from dlac_pipeline.lakehouse.errors import ScriptInvalid, TrainingFailed
 from dlac_pipeline.plan.slots import DataCoordinate
@@ -269,7 +269,7 @@ class ReplicaGroup:
     def _announce(self) -> None:
         """Tell all further groups that this one has the state, and has reached its lighthouse."""
         if self._is_first and self._reached != self._lighthouse:
-            write_reached(self._folder, self.number, self._lighthouse)
+            write_presence(self._folder, self.number, self._lighthouse)
             self._reached = self._lighthouse
 
     def wait_for_peers(self) -> None:

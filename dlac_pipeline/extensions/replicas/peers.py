@@ -1,9 +1,7 @@
 """Connections between replica groups: the process group of those present, the state for a newcomer, and the watch of nodes.
 
 Gloo closes the connections of a group once none of its reductions is under way, and waits for that. A step must not wait for it,
-so they are closed in threads of their own.
-
-A process whose node is lost closes no connection. `NodeWatch` closes them at this end, once the lighthouse has had no heartbeat.
+so they are closed in threads of their own. A process whose node is lost closes none: `NodeWatch` does at this end.
 """
 
 import io
@@ -35,8 +33,6 @@ _NUMBER_BYTES = 12
 _PART_BYTES = 1 << 30
 """Bytes of a state that are sealed together."""
 _LOOK_S = 0.1
-_STATUS_S = 0.5
-"""Seconds within which the lighthouse answers. It may be on the lost node."""
 _MEMBER = re.compile(r"<b>(\S+)</b>.*?Manager: http://(\S+):\d+", re.DOTALL)
 _SEEN = re.compile(r"(\S+): seen ([0-9.]+)s ago")
 
@@ -144,7 +140,9 @@ class NodeWatch:
             time.sleep(_LOOK_S)
             if time.monotonic() - self._waits_since > _LOOK_S:
                 with suppress(OSError, HTTPException):
-                    for host in self._lost(open_directly(f"{self._lighthouse()}/status", _STATUS_S).read().decode()):
+                    for host in self._lost(
+                        open_directly(f"{self._lighthouse()}/status", HEARTBEAT_TIMEOUT_S).read().decode()
+                    ):
                         _close_connections(host.strip("[]"))
 
     def _lost(self, status: str) -> set[str]:

@@ -113,11 +113,6 @@ def read_lighthouse(folder: Path) -> LighthouseProcess | None:
     return None
 
 
-def write_reached(folder: Path, group: int, address: str) -> None:
-    """Record that a replica group has reached the lighthouse at an address."""
-    write_presence(folder, group, address)
-
-
 def has_reached(folder: Path, group: int, address: str) -> bool:
     """Return True if a replica group has reached this lighthouse, and no other one since."""
     return read_presence(folder, group) == address and not _has_left(folder, group)
@@ -141,7 +136,7 @@ def read_presence(folder: Path, group: int) -> str:
 
 
 def write_presence(folder: Path, group: int, presence: str) -> None:
-    """Record the presence of a replica group, which `read_presence` returns."""
+    """Record the lighthouse that a replica group has reached, or `DEAD`."""
     _presence_file(folder, group).write_text(presence)
 
 

@@ -39,20 +39,17 @@ _PASSING = ("peer", "passing")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replacement:
-    """A dead replica group, whose new processes have not finished a step yet. Moments are in seconds since the epoch."""
+    """A dead replica group, whose new processes have not finished a step yet."""
 
     group: int
     exit: Exit
     """End of the rank to blame."""
-    doing: str
-    """Phase of that rank."""
-    failed_at: float
-    """Moment of its last heartbeat."""
-    noticed_at: float
-    had_batch: bool
-    """True if that rank died with a batch, which was read again."""
     deaths: int
     """How many times the group died without a finished step in between, this time included."""
+    noticed_at: float
+    """In seconds since the epoch."""
+    rejoined: Callable[..., Rejoined]
+    """Returns the record of its return, with the heartbeat after a finished step."""
 
 
 class ReplicaRanks(RankGroup):
@@ -195,14 +192,19 @@ class ReplicaRanks(RankGroup):
 
     def _note_replaced(self, group: int, exit_: Exit) -> None:
         last, before = read_heartbeat(self.folder, exit_.rank), self._replacements.get(group)
-        self._replacements[group] = Replacement(
-            group=group,
-            exit=exit_,
-            doing="starting" if last is None else last.doing,
+        noticed_at = time.time()
+        rejoined = partial(
+            Rejoined,
+            event={"event": "group_rejoined", "group": group},
+            cause=f"group {group}: {exit_}, while {'starting' if last is None else last.doing}",
+            noticed_by="supervisor",
             failed_at=self.started_at if last is None else last.at,
-            noticed_at=time.time(),
-            deaths=1 if before is None else before.deaths + 1,
+            noticed_at=noticed_at,
             had_batch=last is not None and last.spent.in_hand > 0,
+        )
+        deaths = 1 if before is None else before.deaths + 1
+        self._replacements[group] = Replacement(
+            group=group, exit=exit_, deaths=deaths, noticed_at=noticed_at, rejoined=rejoined
         )
 
     def _start_again(self, group: int) -> None:
@@ -222,17 +224,7 @@ class ReplicaRanks(RankGroup):
             heartbeat = read_heartbeat(self.folder, group * self._size)
             if heartbeat is not None and heartbeat.at > replaced.noticed_at and heartbeat.spent.rows:
                 del self._replacements[group]
-                found.append(
-                    Rejoined(
-                        event={"event": "group_rejoined", "group": group},
-                        cause=f"group {group}: {replaced.exit}, while {replaced.doing}",
-                        noticed_by="supervisor",
-                        failed_at=replaced.failed_at,
-                        noticed_at=replaced.noticed_at,
-                        had_batch=replaced.had_batch,
-                        heartbeat=heartbeat,
-                    )
-                )
+                found.append(replaced.rejoined(heartbeat=heartbeat))
         return found
 
     def _with_state(self) -> list[int]:
