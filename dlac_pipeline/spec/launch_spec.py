@@ -208,16 +208,11 @@ class LaunchSpec(Section):
     def _ranks_of_groups(self) -> int:
         """Return the ranks of the replica groups on each of several nodes. Raise `ValueError` if a group would span two."""
         groups, rest = divmod(self.replicas, self.max_nodes)
-        if rest or self.min_nodes < self.max_nodes:
-            raise ValueError(
-                f"expected with launch.replicas one number of launch.nodes that divides {self.replicas}, found {self.nodes!r}: "
-                "give each node as many groups"
-            )
         ranks = groups * self.ranks_per_replica
-        if self.nproc_per_node not in (0, ranks):
+        if rest or self.min_nodes < self.max_nodes or self.nproc_per_node not in (0, ranks):
             raise ValueError(
-                f"expected {ranks} ranks on each node, in {groups} groups of {self.ranks_per_replica}, found "
-                f"launch.nproc_per_node = {self.nproc_per_node}: leave it out"
+                f"expected one launch.nodes that divides launch.replicas = {self.replicas} and no launch.nproc_per_node, "
+                f"found {self.nodes!r} and {self.nproc_per_node}: give each node as many groups of {self.ranks_per_replica} ranks"
             )
         return ranks
 

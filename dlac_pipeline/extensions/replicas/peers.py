@@ -121,8 +121,7 @@ class NodeWatch:
     def __init__(self, address: str, lighthouse: Callable[[], str]) -> None:
         """`address` is that of this node, and `lighthouse` returns the URL of the lighthouse."""
         self._address, self._lighthouse = url_host(address), lighthouse
-        self._waits_since = math.inf
-        self._hosts: dict[str, str] = {}
+        self._waits_since, self._hosts = math.inf, dict[str, str]()
         """Addresses of the processes that were in quorums, by their names."""
         threading.Thread(target=self._watch, name="watch of nodes", daemon=True).start()
 
