@@ -52,8 +52,7 @@ class LaunchSpec(Section):
     """Number of ranks. It divides the batch size. With `nodes` DLAC chooses it and ignores this value."""
     replicas: int = Field(default=0, ge=0, le=MOST_NODES)
     """Replica groups, each with the whole model. If one dies, the others train on without it, and its replacement joins them at a
-    step. The script restores a `TorchFTState`. Needs torchft. `nodes` is then one number, and each node has as many groups, which
-    a waiting node starts if a node is lost. 0: none."""
+    step. The script restores a `TorchFTState`. Needs torchft. Each of several `nodes` has as many groups. 0: none."""
     ranks_per_replica: int = Field(default=1, ge=1, le=MOST_NODES)
     """Ranks of a replica group. The script shards its model over them with `fully_shard`. If one dies, its whole group is started
     again. Ranks may have one sample more than others, if `replicas` * `ranks_per_replica` does not divide the batch size."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from dlac_pipeline.extensions.replicas.rank import DEAD, groups_of, read_lighthouse, write_lighthouse
 from dlac_pipeline.extensions.replicas.replica_ranks import ReplicaRanks
 from dlac_pipeline.supervise.failure import HangDetector
+from dlac_pipeline.supervise.liveness.heartbeat import Phase
 from dlac_pipeline.supervise.ranks.all_ranks import LOST, AllRanks
 from dlac_pipeline.supervise.ranks.local_ranks import Exit
 from dlac_pipeline.supervise.ranks.rank_events import EVENTS_FILE, EventReader
@@ -39,9 +40,10 @@ class FollowedGroups(ReplicaRanks):
         self._hangs = HangDetector(self.launch)
 
     def heal(self) -> Iterator[Event]:
-        """Start dead groups again, hung ones included. Yield events."""
+        """Start dead and hung groups again. One that waits may do so for a hung one elsewhere. Yield events."""
         by_rank = [None] * self.ranks.start + self.heartbeats()  # the detector numbers them
-        hung = self._hangs.find_hang(by_rank, gone={*range(self.ranks.start), *self.gone()})
+        waiting = [rank for rank, each in enumerate(by_rank) if each is not None and each.phase == Phase.WAITING]
+        hung = self._hangs.find_hang(by_rank, gone={*range(self.ranks.start), *self.gone(), *waiting})
         if hung is not None:
             self.outlives_hang(hung)
             self._hangs.forget()
@@ -79,8 +81,8 @@ class AllGroups(AllRanks):
         """Moment of the last event that was copied, by the slot of its node."""
 
     def gone(self) -> Collection[int]:
-        """Return the ranks without a process, and those of other nodes, whose supervisors find hung ones."""
-        return {*range(self._round.share.world_size)} - {*self.own.ranks} | {*self.own.gone()}
+        """Return the ranks of this node without a process, and those of lost nodes."""
+        return {*self.own.gone(), *self.silent_ranks}
 
     def heal(self) -> Iterator[Event]:
         """Exchange news with the other nodes, start dead groups of this node again, and replace lost nodes. Yield events."""

@@ -72,15 +72,12 @@ class ReplicaRanks(RankGroup):
         """
         super().__init__(folder, processes, server_log=server_log)
         self.lighthouse, self.launch = lighthouse, launch
-        self._restart = restart
-        self._size = size = launch.ranks_per_replica
-        self.groups = groups_of(self.ranks.start, len(self.ranks), size)
+        self._restart, self._size = restart, launch.ranks_per_replica
+        self.groups = groups_of(self.ranks.start, len(self.ranks), self._size)
         """Groups of this node."""
-        self._newcomers = {*newcomers}
-        self._elsewhere: Mapping[str, str] = {}
-        """Presence of the groups on other nodes."""
+        self._newcomers, self._elsewhere = {*newcomers}, dict[str, str]()
+        """Groups of this node that have not got the state yet, and the presence of those on other nodes."""
         self._others_have_state = self._others_have_ended = False
-        self._most_deaths = launch.attempts_without_progress
         self._replacements: dict[int, Replacement] = {}
         """Group -> its last replacement."""
         self._dying: dict[int, Exit] = {}
@@ -113,6 +110,8 @@ class ReplicaRanks(RankGroup):
     def outlives_hang(self, hung: Exit) -> bool:
         """Kill the group of a hung rank if another one has the state. It is a dead group from now on."""
         group = hung.rank // self._size
+        if group not in self.groups:  # on another node
+            return True
         if not self.has_ended() and (self._stops or not self._outlives({group: hung})):
             return False
         self._dying[group] = hung
@@ -288,7 +287,7 @@ class ReplicaRanks(RankGroup):
     def _is_final(self, group: int, exit_: Exit) -> bool:
         """Return True if each group that replaces this one would fail as well."""
         before = self._replacements.get(group)
-        if before is not None and before.deaths >= self._most_deaths:
+        if before is not None and before.deaths >= self.launch.attempts_without_progress:
             return True
         if before is None and error_class(exit_.kind) is not None:
             return True

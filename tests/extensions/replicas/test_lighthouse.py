@@ -52,6 +52,7 @@ def test_lighthouse_is_asked_without_proxy(monkeypatch: pytest.MonkeyPatch) -> N
         assert lighthouse.answers(address)
 
 
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable")  # PyTorch's, of what it has received
 def test_only_the_key_opens_a_state() -> None:
     """A newcomer on another node loads the state of a peer with its key. One with another key loads nothing."""
     peers = pytest.importorskip("dlac_pipeline.extensions.replicas.peers")
