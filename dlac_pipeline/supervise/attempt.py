@@ -170,9 +170,9 @@ class SupervisedAttempt:
     def _watch(self, ranks: AllRanks, ledger: LedgerWatch) -> Ending | Failure | Rescale:
         while True:
             self._read_ranks(ranks)
-            for event in ranks.heal():
+            for event in ranks.own.heal():
                 self._publish(event)
-            for rejoined in ranks.find_rejoined():
+            for rejoined in ranks.own.find_rejoined():
                 self._recorder.record_rejoined(rejoined, self._start.request.nonce, self._publish)
             ledger.check()
             for observation, cause in self._observe(ranks):
@@ -202,7 +202,7 @@ class SupervisedAttempt:
             yield Observation.ROOM_TO_GROW, None
         if self._ending == "stopped":
             yield Observation.TRAINING_STOPPED, None
-        hung = self._monitor.hangs.find_hang(ranks.heartbeats(), gone=ranks.gone())
+        hung = self._monitor.hangs.find_hang(ranks.heartbeats(), gone=ranks.own.gone())
         if hung is not None and ranks.own.outlives_hang(hung):
             self._monitor.hangs.forget()
         elif hung is not None:

@@ -19,7 +19,7 @@ from dlac_pipeline.supervise.ranks.local_ranks import Exit
 from dlac_pipeline.supervise.ranks.rank_events import EVENTS_FILE, EventReader
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
     from dlac_pipeline.elastic.round import Round
     from dlac_pipeline.elastic.sealed_store import Message
@@ -54,9 +54,7 @@ class FollowedGroups(ReplicaRanks):
         found, address = read_lighthouse(self.folder), leader.get("lighthouse", "")
         if address and (found is None or found.address != address):
             write_lighthouse(self.folder, address)
-        own = {str(group) for group in self.groups}
-        elsewhere = {group: found for group, found in leader.get("groups", {}).items() if group not in own}
-        self.note_elsewhere(elsewhere, have_state=True, have_ended=leader.get("have_ended", False))
+        self.note_elsewhere(leader.get("groups", {}), have_state=True, have_ended=leader.get("have_ended", False))
         self._sent = [*self._sent, *self._events.read_new()][-_EVENTS_SENT:]
         return {
             "groups": self.presence(),
@@ -73,6 +71,7 @@ class AllGroups(AllRanks):
 
     def __init__(self, own: ReplicaRanks, round_: Round) -> None:
         super().__init__(own, round_)
+        own.exchange = self._exchange
         self._vacant: set[int] = set()
         """Places of lost nodes that no other node has taken yet."""
         self._late: set[int] = set()
@@ -80,12 +79,8 @@ class AllGroups(AllRanks):
         self._copied_at: dict[int, float] = {}
         """Moment of the last event that was copied, by the slot of its node."""
 
-    def gone(self) -> Collection[int]:
-        """Return the ranks of this node without a process, and those of lost nodes."""
-        return {*self.own.gone(), *self.silent_ranks}
-
-    def heal(self) -> Iterator[Event]:
-        """Exchange news with the other nodes, start dead groups of this node again, and replace lost nodes. Yield events."""
+    def _exchange(self) -> Iterator[Event]:
+        """Exchange news with the other nodes, and replace lost ones. Yield events."""
         reports, own = self._reports(), self.own
         self._copy_events(reports)
         elsewhere = dict(chain.from_iterable(each.get("groups", {}).items() for each in reports.values()))
@@ -95,7 +90,7 @@ class AllGroups(AllRanks):
             have_state=any(each.get("have_state", place not in self._late) for place, each in reports.items()),
             have_ended=any(each.get("have_ended", False) for each in reports.values()),
         )
-        yield from own.heal()
+        own.lost_ranks = self.silent_ranks
         yield from self._replace_lost()
         lighthouse = read_lighthouse(own.folder) if own.lighthouse is not None and own.lighthouse.has_started else None
         news = {"groups": {**elsewhere, **own.presence()}, "have_ended": own.has_ended()}

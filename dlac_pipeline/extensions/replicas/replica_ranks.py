@@ -78,6 +78,9 @@ class ReplicaRanks(RankGroup):
         self._newcomers, self._elsewhere = {*newcomers}, dict[str, str]()
         """Groups of this node that have not got the state yet, and the presence of those on other nodes."""
         self._others_have_state = self._others_have_ended = False
+        self.lost_ranks: Collection[int] = ()
+        self.exchange: Callable[[], Iterator[Event]] = lambda: iter(())
+        """Exchanges news with other nodes before each look, and yields events."""
         self._replacements: dict[int, Replacement] = {}
         """Group -> its last replacement."""
         self._dying: dict[int, Exit] = {}
@@ -104,8 +107,8 @@ class ReplicaRanks(RankGroup):
         return list(blamed.values()) or [each.exit for each in self._replacements.values()]
 
     def gone(self) -> Collection[int]:
-        """Return the ranks of dead groups, and ranks that have exited."""
-        return [rank for rank in self.ranks if self.processes.exit_code(rank) is not None]
+        """Return the ranks of dead groups and of lost nodes, and ranks that have exited."""
+        return {*self.lost_ranks, *(rank for rank in self.ranks if self.processes.exit_code(rank) is not None)}
 
     def outlives_hang(self, hung: Exit) -> bool:
         """Kill the group of a hung rank if another one has the state. It is a dead group from now on."""
@@ -134,6 +137,7 @@ class ReplicaRanks(RankGroup):
 
     def heal(self) -> Iterator[Event]:
         """Start dead groups again, and their lighthouse. Yield events."""
+        yield from self.exchange()
         if died := self.restart_lighthouse():
             yield {
                 "event": "warning",
@@ -248,7 +252,7 @@ class ReplicaRanks(RankGroup):
         """Note the presence of groups on other nodes, and whether any of them have the state or have ended."""
         self._others_have_state, self._others_have_ended = have_state, have_ended
         for group, found in presence.items():
-            if self._elsewhere.get(group) != found:
+            if self._elsewhere.get(group) != found and int(group) not in self.groups:
                 write_presence(self.folder, int(group), found)
         self._elsewhere = dict(presence)
 

@@ -4,7 +4,6 @@ Heartbeats and batches in hand of other nodes' ranks are copied to the leader's 
 """
 
 import time
-from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 
@@ -12,8 +11,7 @@ from dlac_pipeline.elastic.ranks.launch_folder import in_hand_file
 from dlac_pipeline.elastic.round import Round
 from dlac_pipeline.elastic.sealed_store import Message
 from dlac_pipeline.supervise.liveness.heartbeat import RankHeartbeat, read_heartbeat, read_record, write_record
-from dlac_pipeline.supervise.ranks.local_ranks import Exit, RankGroup, Rejoined
-from dlac_pipeline.supervise.ranks.rank_events import Event
+from dlac_pipeline.supervise.ranks.local_ranks import Exit, RankGroup
 
 LOST = "NodeLost"
 """Kind of the failure of the ranks of a node whose heartbeat stopped."""
@@ -64,18 +62,6 @@ class AllRanks:
         own = {rank: read_heartbeat(self.own.folder, rank) for rank in self.own.ranks}
         known = {**self._heartbeats, **own}
         return [known.get(rank) for rank in range(self._round.share.world_size)]
-
-    def gone(self) -> Collection[int]:
-        """Return ranks that no hang is found of, as `RankGroup.gone`."""
-        return self.own.gone()
-
-    def heal(self) -> Iterator[Event]:
-        """Replace what has died, as `RankGroup.heal`."""
-        return self.own.heal()
-
-    def find_rejoined(self) -> Sequence[Rejoined]:
-        """Return the replaced ranks that take part again, as `RankGroup.find_rejoined`."""
-        return self.own.find_rejoined()
 
     def failures(self) -> list[Exit]:
         """Return the failed ranks once all nodes have reported. A failure here may be the effect of one on another node."""
