@@ -39,6 +39,8 @@ BATCH = 48
 KINDS = ("process", "node", "leader", "lighthouse", "cut")
 TORCHFT_KINDS = ("process", "node", "cut")
 _TAIL_BYTES = 8192
+_CALM_S = 2.0
+"""Seconds of undisturbed steps after each recovery."""
 _CUT_S = 1.5
 """Seconds of a cut, after which no node is lost."""
 _PROGRAMS = Path(__file__).parents[1] / "programs"
@@ -90,6 +92,7 @@ class Side:
             began = time.time()
             killed = self.kill(kind, chance)
             self.wait_for_all(time.time() + 1.0)
+            time.sleep(_CALM_S)
             first: dict[int, float] = {}
             for line in self.committed(sizes):
                 first.setdefault(line["step"], line["at"])
