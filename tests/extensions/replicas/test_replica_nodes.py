@@ -27,8 +27,8 @@ def network(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
         yield opened
 
 
-def job_of_groups(network: Network, run: str) -> JobSpec:
-    """Return a job of four groups on two nodes, which trains until it is stopped."""
+def job_of_groups(network: Network, run: str, **changes: object) -> JobSpec:
+    """Return a job of four ranks on two nodes, which trains until it is stopped. Each rank is a group by default."""
     launch = {
         "nodes": "2",
         "replicas": 4,
@@ -38,7 +38,7 @@ def job_of_groups(network: Network, run: str) -> JobSpec:
         "gather_timeout_s": 120,
     }
     meets = {"rendezvous": network.rendezvous, "passes": 0, "steps": 100_000, "pause_s": 0.05}
-    spec = network.arena.spec(run, "train_replicas.py", **launch, **meets)
+    spec = network.arena.spec(run, "train_replicas.py", **{**launch, **meets, **changes})
     return spec.model_copy(update={"lakehouse": network.catalog})
 
 
@@ -59,10 +59,11 @@ def wait_for_new_process(network: Network, run: str, rank: int, before: int) -> 
     wait_until(is_new, what=f"a new process of rank {rank}", within_s=120)
 
 
-@pytest.mark.parametrize("lost", ["node", "node-and-newcomer", "process"])
+@pytest.mark.parametrize("lost", ["node", "node-and-newcomer", "node-of-shards", "process"])
 def test_groups_elsewhere_train_on(network: Network, lost: str) -> None:
     """A follower or one of its processes is lost: no other process is replaced, each row is trained once, and newcomers heal."""
-    spec, run = job_of_groups(network, f"lose-{lost}"), f"lose-{lost}"
+    run, shards = f"lose-{lost}", {"replicas": 2, "ranks_per_replica": 2, "sharded": 1}
+    spec = job_of_groups(network, run, **shards if lost == "node-of-shards" else {})
     for name in ("ra", "rb"):
         network.join(f"dlac-{name}", spec)
     wait_until(lambda: all(committed(network, run, rank) > 12 for rank in range(4)), what="all groups", within_s=120)
@@ -88,7 +89,7 @@ def test_groups_elsewhere_train_on(network: Network, lost: str) -> None:
     assert [row.attempt for row in network.arena.rows(run, ClaimRow)] == [1]
     assert {row.outcome for row in recoveries_of(network.arena.lakehouse, run)} == {"rejoined"}
     groups = [tuple(row.groups) for row in network.arena.rows(run, MembershipRow)]
-    assert groups[0] == groups[-1] == (0, 1, 2, 3)
+    assert groups[0] == groups[-1] == tuple(range(spec.launch.replicas))
     trained, recorded, last = journals.journal, network.arena.recorded(run), 0
     for checkpoint in network.arena.lineage(run):
         steps = range(last + 1, checkpoint.step + 1)
