@@ -1,4 +1,4 @@
-"""Fault tolerance per step: `python -m benchmarks.per_step [--quick] [--only SIDE,...]`.
+"""Fault tolerance per step: `python -m benchmarks.per_step [--quick] [--only SIDE,...] [--nodes]`.
 
 Four replica groups train one pass over a table, and are killed by SIGKILL at random phases: forward, between the all-reduces of a
 step, after `should_commit`, while a checkpoint is written, and while a newcomer heals. A sixth of the kills are of the lighthouse
@@ -12,6 +12,8 @@ the lighthouse, model, batch and 20 ms of "computation" in a step.
 - Downtime is the time from a kill until the next step that a survivor commits, less the median step. That of the lighthouse is
   the time until the second next step, because the step in progress commits without it.
 - The losses of DLAC are compared with those of an undisturbed run.
+- With `--nodes` six groups train on three nodes (benchmarks/per_step_lab/nodes.py), and 60 times a process, a node, the leader or
+  the lighthouse is killed, or a node is cut off (--quick: 5 times). Downtime is then the time until the second next step.
 """
 
 import argparse
@@ -38,6 +40,7 @@ import torch
 
 from benchmarks.figures import Figure, report
 from benchmarks.per_step_lab.journal import LIGHTHOUSE, PHASES, GroupJournal, order_file, read_lines
+from benchmarks.per_step_lab.nodes import measure_nodes
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.elastic.ranks.addresses import free_port
 from dlac_pipeline.extensions.loader_check.tables import Lake
@@ -254,10 +257,15 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--only", default="dlac,stateful,sampler")
+    parser.add_argument("--nodes", action="store_true")
     options = parser.parse_args()
+    if options.nodes:
+        figures = measure_nodes(*((5, 3) if options.quick else (60, 30)))
+        report("per_step_nodes", {**figures, "load_average_1min": Figure(value=os.getloadavg()[0], unit="processes")})
+        return
     kills, sides = 10 if options.quick else 100, options.only.split(",")
     steps = int(kills * KILL_EVERY_S / STEP_S)
-    figures: dict[str, Figure] = {}
+    figures = {}
     with tempfile.TemporaryDirectory(prefix="dlac-per-step-") as folder:
         home = Path(folder)
         with _rows(home, steps * BATCH) as lake:

@@ -8,7 +8,7 @@ from per_step_model import FORWARD_S, losses, make  # type: ignore[import-not-fo
 
 import dlac_pipeline as dlac
 from benchmarks.per_step_lab.journal import GroupJournal
-from dlac_pipeline.extensions.replicas.torchft_state import TorchFTState
+from dlac_pipeline.extensions.sharded.torchft_state import TorchFTState
 
 
 class WatchedState(TorchFTState):

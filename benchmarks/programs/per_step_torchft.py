@@ -2,10 +2,12 @@
 
 Arguments: number of the group, groups, loader ("stateful" or "sampler"), address of the lighthouse, file of rows, folders of the
 journal and of checkpoints, steps. The state of a StatefulDataLoader is saved after each of its group's checkpoints. Gradients are
-averaged by `Manager.allreduce`: torchft 0.2.0's own wrapper of DistributedDataParallel fails on a dead peer.
+averaged by `Manager.allreduce`: torchft 0.2.0's own wrapper of DistributedDataParallel fails on a dead peer. PER_STEP_ADDRESS is
+the address of this node, by default loopback.
 """
 
 import os
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -24,6 +26,7 @@ from benchmarks.per_step_lab.journal import GroupJournal
 
 _LIMIT = timedelta(seconds=30)
 _CHECKPOINT_STEPS = 20
+_ADDRESS = os.environ.get("PER_STEP_ADDRESS", "127.0.0.1")
 
 
 class Loader:
@@ -74,7 +77,10 @@ def main() -> None:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
 
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    socket.gethostname = lambda: (
+        _ADDRESS
+    )  # torchft's server of states has that address, and a namespace's name has none
+    store = TCPStore(_ADDRESS, 0, is_master=True, wait_for_workers=False)
     manager: Any = torchft.Manager(
         pg=torchft.ProcessGroupGloo(timeout=_LIMIT),
         load_state_dict=load,
@@ -84,11 +90,11 @@ def main() -> None:
         quorum_timeout=_LIMIT,
         rank=0,
         world_size=1,
-        store_addr="127.0.0.1",
+        store_addr=_ADDRESS,
         store_port=store.port,
         lighthouse_addr=lighthouse,
         replica_id=f"group-{group}",
-        hostname="127.0.0.1",
+        hostname=_ADDRESS,
         heartbeat_interval=timedelta(milliseconds=50),
         init_sync=False,
     )

@@ -92,7 +92,8 @@ class Membership:
         from dlac_pipeline.checkpoint.manifest import config_digest
 
         config = config_digest(spec) if spec.launch.max_nodes > 1 else ""
-        batch_size, name = spec.order.batch_size, f"{spec.run}@{ledger}"
+        batch_size = 0 if spec.launch.replicas else spec.order.batch_size  # replica groups share out any batch
+        name = f"{spec.run}@{ledger}"
         return cls(name, spec.launch, batch_size=batch_size, config=config, serve_memory=serve_memory)
 
     def open_store(self) -> Store | None:

@@ -22,9 +22,13 @@ class Share:
     nodes: int = 1
     address: str = "127.0.0.1"
     """Address of the leader, where ranks meet."""
+    own_address: str = "127.0.0.1"
+    """Address of this node."""
     port: int = 0
     interface: str = ""
     """Network interface of this node's ranks. Empty: the libraries choose one."""
+    is_late: bool = False
+    """True if the node has taken the place of a lost one, in an attempt that trains."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +64,8 @@ class Member:
     ranks: int
     buddy: int = 0
     """Place of the node that has copies of its states in memory: the next one on another host, or else the next one."""
+    is_late: bool = False
+    """True if it has taken the place of a lost node."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,6 +98,10 @@ class RoundPlan:
         places = sorted({0, place, self.members[place].buddy})
         return replace(self, members=tuple(self.members[each] for each in places))
 
+    def with_member(self, member: Member) -> "RoundPlan":
+        """Return the plan with another node at a place."""
+        return replace(self, members=tuple(member if member.place == each.place else each for each in self.members))
+
     def place_of(self, slot: int, id_: str) -> int | None:
         """Return the place of a node by its slot and its id, or None if it is not a known member."""
         return next((member.place for member in self.members if (member.slot, member.id) == (slot, id_)), None)
@@ -106,8 +116,10 @@ class RoundPlan:
             node=place,
             nodes=self.nodes,
             address=self.members[0].offer.address,
+            own_address=member.offer.address,
             port=self.port,
             interface=member.offer.interface,
+            is_late=member.is_late,
         )
 
     @classmethod

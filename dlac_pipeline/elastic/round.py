@@ -56,6 +56,14 @@ class Round:
         watched = self.others if self.leads else [LEADER]
         return [] if beat is None else [place for place in watched if beat.round.is_lost(self.members[place].slot)]
 
+    def fill_place(self, place: int) -> bool:
+        """Give the place of a lost node to a node that waits, as the leader. Return False if none does."""
+        member = None if self._heartbeat is None else self._heartbeat.leadership.fill_place(place)
+        if member is not None:
+            self.members = {**self.members, place: member}
+            self.hosts[place] = member.offer.host
+        return member is not None
+
     def publish(self, message: Message) -> None:
         """Replace this node's message: to the leader, or, from the leader, to all."""
         before, self._message = self._message, message

@@ -50,8 +50,8 @@ class LaunchSpec(Section):
     world_size: int = Field(default=1, ge=1, le=MOST_NODES)
     """Number of ranks. It divides the batch size. With `nodes` DLAC chooses it and ignores this value."""
     replicas: int = Field(default=0, ge=0, le=MOST_NODES)
-    """Replica groups on this node, each with the whole model. If one dies, the others train on without it, and its replacement
-    joins them at a step. The script restores a `TorchFTState`. Needs torchft. 0: none."""
+    """Replica groups, each with the whole model. If one dies, the others train on without it, and its replacement joins them at a
+    step. The script restores a `TorchFTState`. Needs torchft. Each of several `nodes` has as many groups. 0: none."""
     ranks_per_replica: int = Field(default=1, ge=1, le=MOST_NODES)
     """Ranks of a replica group. The script shards its model over them with `fully_shard`. If one dies, its whole group is started
     again. Ranks may have one sample more than others, if `replicas` * `ranks_per_replica` does not divide the batch size."""
@@ -189,7 +189,7 @@ class LaunchSpec(Section):
                     "it to the number of groups"
                 )
             return self
-        unusable = ("nodes", "on_spike", "numa_binding", "virtual_local_rank")
+        unusable = ("on_spike", "numa_binding", "virtual_local_rank")
         found = [name for name in unusable if getattr(self, name)] + ["on"] * (self.on != HERE)
         if found:
             raise ValueError(f"expected launch.replicas without launch.{found[0]}, found both: leave one out")
@@ -199,7 +199,20 @@ class LaunchSpec(Section):
                 f"expected launch.replicas or launch.world_size, found {self.replicas} and {self.world_size}: leave one out"
             )
         object.__setattr__(self, "world_size", ranks)  # the model is frozen for everybody else
+        if self.nodes:
+            object.__setattr__(self, "nproc_per_node", self._ranks_of_groups())
         return self
+
+    def _ranks_of_groups(self) -> int:
+        """Return the ranks of the replica groups on each of several nodes. Raise `ValueError` if a group would span two."""
+        groups, rest = divmod(self.replicas, self.max_nodes)
+        ranks = groups * self.ranks_per_replica
+        if rest or self.min_nodes < self.max_nodes or self.nproc_per_node not in (0, ranks):
+            raise ValueError(
+                f"expected one launch.nodes that divides launch.replicas = {self.replicas} and no launch.nproc_per_node, "
+                f"found {self.nodes!r} and {self.nproc_per_node}: give each node as many groups of {self.ranks_per_replica} ranks"
+            )
+        return ranks
 
     @property
     def processes_per_reader(self) -> int:

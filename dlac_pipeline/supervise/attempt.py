@@ -94,7 +94,7 @@ class SupervisedAttempt:
     def run(self) -> Ending | Failure | Rescale:
         """Run the whole attempt. No rank of this node is left when the call returns or raises."""
         own = self._part.start()
-        ranks = AllRanks(own, self._round)
+        ranks = self._part.all_ranks(own)
         end: Ending | Failure | Rescale
         try:  # the ranks import their libraries while the run is claimed
             try:

@@ -83,6 +83,8 @@ class FollowerAttempt:
                 for message in self._part.memory.take_warnings():
                     self._publish({"event": "warning", "message": message})
                 self._recorder.publish_written()
+                if self._point is not None:
+                    self._heal(ranks, self._point.nonce)
                 for observation in self._observe(ranks):
                     verdict = self._apply(observation, ranks)
                     if verdict is not None:
@@ -135,7 +137,14 @@ class FollowerAttempt:
         answers = bool(self._round.message_of(LEADER).get(REQUESTS_REPORTS))  # before the ranks are read
         request = LEAVE if self._stops.leaving.is_set() else STOP
         asked = request if self._stops.stop.is_set() else ""
-        self._round.publish({**report_of(ranks, asked=asked, answers=answers), **self._verifier.message})
+        report = {**report_of(ranks, asked=asked, answers=answers), **ranks.report(self._round.message_of(LEADER))}
+        self._round.publish({**report, **self._verifier.message})
+
+    def _heal(self, ranks: RankGroup, nonce: str) -> None:
+        for event in ranks.heal():
+            self._publish(event)
+        for rejoined in ranks.find_rejoined():
+            self._recorder.record_rejoined(rejoined, nonce, self._publish)
 
     def _resume(self) -> None:
         """Hand the resume point to this node's ranks once the leader has announced it, and its state in memory is here."""

@@ -227,6 +227,23 @@ def test_spare_is_admitted_later(start: Callable[..., NodeHeartbeat]) -> None:
     assert [member.offer.host for member in plan_of(spare).members] == ["a", "spare"]
 
 
+def test_spare_takes_place_in_the_round(start: Callable[..., NodeHeartbeat]) -> None:
+    """A lost node's place goes to a spare, within the round. The lost node lives, and finds that it has none."""
+    settings = launch("2")
+    leader, other = meet(start, settings)
+    leading, lost = round_of(leader), round_of(other)
+    assert not leading.fill_place(1)
+    spare = start(settings)
+    spare.seek(offer("spare"))
+    wait_until(lambda: leading.fill_place(1), what="a spare")
+    plan = plan_of(spare)
+    assert (spare.place, plan.number, plan.share(1).is_late) == (1, leading.number, True)
+    wait_until(lambda: lost.cut_off, what="the news at the lost node")
+    round_of(spare).publish({"says": "here"})
+    wait_until(lambda: leading.message_of(1).get("says") == "here", what="the spare's message")
+    assert not leading.lost_nodes()
+
+
 def test_other_job_is_refused(start: Callable[..., NodeHeartbeat]) -> None:
     """All nodes learn which nodes would train another job."""
     beats = [start(launch("2")) for _ in range(2)]

@@ -33,7 +33,7 @@ import dlac_pipeline as dlac
 from dlac_pipeline.checkpoint.commit import coordinator
 from dlac_pipeline.extensions.replicas.peers import StateServer
 from dlac_pipeline.extensions.replicas.rank import REJOINS_VARIABLE, read_lighthouse
-from dlac_pipeline.extensions.replicas.torchft_state import TorchFTState
+from dlac_pipeline.extensions.sharded.torchft_state import TorchFTState
 from dlac_pipeline.lakehouse.ledger import commits
 from dlac_pipeline.supervise.liveness.heartbeat import Phase, RankHeartbeat, read_heartbeat
 
@@ -172,7 +172,8 @@ def train(run: dlac.TrainingRun) -> None:
     state = DyingState(model=model, optimizer=optimizer)
     state.healing = params.get("dies_healing", "")
     if params.get("loses_states") and REJOINS and run.resume_point.attempt == 1:
-        StateServer.recv_checkpoint = lose_state
+        server: Any = StateServer
+        server.recv_checkpoint = lose_state
     run.restore(state)
     if REJOINS and "darkens" in params and first_to_claim("darkens"):
         kill_lighthouse()

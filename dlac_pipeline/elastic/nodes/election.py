@@ -11,6 +11,7 @@ _NO_LEASE: Message = {
     "slots": 0,
     "beat": 0,
     "round": 0,
+    "version": 0,
     "formed_by": 0,
     "announced": {},
     "message": {},

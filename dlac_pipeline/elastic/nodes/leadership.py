@@ -1,14 +1,14 @@
 """Work of the node that leads a run: it forms the rounds, announces, refuses other jobs, and reports the end."""
 
 import secrets
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from dlac_pipeline.elastic import rank_assignment
 from dlac_pipeline.elastic.nodes.connection import StoreConnection
 from dlac_pipeline.elastic.nodes.election import Election
 from dlac_pipeline.elastic.nodes.round_state import RoundState, name_of_announcement, name_of_plan
 from dlac_pipeline.elastic.nodes.slots import NodeSlots, later_number
-from dlac_pipeline.elastic.rank_assignment import Offer, RoundPlan
+from dlac_pipeline.elastic.rank_assignment import Member, Offer, RoundPlan
 from dlac_pipeline.elastic.ranks.addresses import free_port
 from dlac_pipeline.elastic.sealed_store import Message, Sealed
 from dlac_pipeline.spec.launch_spec import LaunchSpec
@@ -40,6 +40,8 @@ class Leadership:
         self._published: dict[str, Message] = {}
         """This node's writes as the leader of this round."""
         self._end: Message | None = None
+        self._replaced: dict[int, Member] = {}
+        """Slot of each lost member of this round that was replaced, and the node that took its place."""
         self._last_call = rank_assignment.LastCall(launch, connection.now)
 
     def begin_last_call(self) -> None:
@@ -58,6 +60,26 @@ class Leadership:
         with self._connection.lock:
             self._end = {"id": secrets.token_hex(8), "message": message}
         self._connection.hurry()
+
+    def fill_place(self, place: int) -> Member | None:
+        """Give the place of a lost node in this round to one that waits, and return it. None: none with as many ranks waits."""
+        with self._connection.lock:
+            plan = self._round.plan
+            assert plan is not None, "this node leads it"
+            lost, slots = plan.members[place], [member.slot for member in plan.members]
+            fit = [
+                slot
+                for slot, offer in self._offers.items()
+                if slot not in slots and (offer.config, offer.ranks) == (lost.offer.config, lost.offer.ranks)
+            ]
+            if not fit:
+                return None
+            slot = min(fit)
+            member = replace(lost, slot=slot, id=self._slots.peers[slot].id, offer=self._offers[slot], is_late=True)
+            self._round.plan = plan.with_member(member)
+            self._replaced[lost.slot] = member
+        self._connection.hurry()
+        return member
 
     @property
     def all_know_the_end(self) -> bool:
@@ -102,7 +124,7 @@ class Leadership:
             lease |= self._form_round(lease)
         else:
             lease |= {"message": message, "training": self._end is None, "ready": len(self._offers)}
-            lease["refused"] = self._refuse_waiting()
+            lease |= {"refused": self._refuse_waiting(), "version": self._publish_replaced(lease["version"])}
         self._election.renew(found, lease)
         with self._connection.lock:  # a lease that another node has overwritten announces nothing
             stored = self._election.lease["announced"]
@@ -153,14 +175,27 @@ class Leadership:
         )
         plan = RoundPlan.form(members, number=later_number(lease["round"]), port=free_port())
         self._publish_plan(plan)
-        return {**state, "round": plan.number, "formed_by": own, "announced": {}, "training": True}
+        return {**state, "round": plan.number, "version": 0, "formed_by": own, "announced": {}, "training": True}
 
     def _publish_plan(self, plan: RoundPlan) -> None:
         own = self._slots.own
-        self._published = {}
+        self._published, self._replaced = {}, {}
         self._publish(name_of_plan(plan.number, own), asdict(plan))
         parts = {f"member/{each.slot}": asdict(plan.part(each.place)) for each in plan.members}
         self._store.publish_all({name: {**part, "formed_by": own} for name, part in parts.items()})
+
+    def _publish_replaced(self, version: int) -> int:
+        """Publish who has taken the places of lost nodes since a version of the plan, and return the new version.
+
+        A lost node that lives reads that it has no place.
+        """
+        with self._connection.lock:
+            plan, own, replaced = self._round.plan, self._slots.own, dict(self._replaced)
+        if plan is not None and len(replaced) > version:
+            self._publish(name_of_plan(plan.number, own), asdict(plan))
+            parts = {slot: asdict(plan.part(new.place)) for old, new in replaced.items() for slot in (old, new.slot)}
+            self._store.publish_all({f"member/{slot}": {**part, "formed_by": own} for slot, part in parts.items()})
+        return len(replaced)
 
     def _refuse_waiting(self) -> Message:
         """Return the refusal of waiting nodes that are for another job than the round that trains."""

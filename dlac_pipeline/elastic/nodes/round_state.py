@@ -25,6 +25,9 @@ class RoundState:
         self._slots = slots
         self._election = election
         self._versions: dict[str, int] = {}
+        self._plan_version = 0
+        self._is_displaced = False
+        """True if another node has taken this one's place, which was lost for the leader."""
         self._leader_left = False
         """True if the leader waits for another round than this node's."""
 
@@ -38,13 +41,13 @@ class RoundState:
         """True if the store has not answered for too long, or another round has begun without this node."""
         with self._connection.lock:
             left_behind = self.is_member and self.plan is not None and self._election.lease["round"] > self.plan.number
-            return self._connection.is_silent or left_behind
+            return self._connection.is_silent or left_behind or self._is_displaced
 
     def seek(self, offer: Offer) -> None:
         """Wait for the next round from now on."""
         with self._connection.lock:
             self.offer, self.is_member, self.message = offer, False, {}
-            self.announcements, self._versions = {}, {}
+            self.announcements, self._versions, self._is_displaced = {}, {}, False
 
     def end(self) -> None:
         """Take part in the round no more. The node that led keeps its lease until another round or its exit."""
@@ -103,17 +106,23 @@ class RoundState:
         return [member.slot for member in plan.members]
 
     def read_plan(self) -> None:
-        """Read the plan of a round that was formed. A member belongs to it from then on."""
+        """Read the plan of a round that was formed, or changed. A member belongs to it from then on."""
         with self._connection.lock:
-            number, formed_by = self._election.lease["round"], self._election.lease["formed_by"]
+            lease = self._election.lease
+            number, formed_by, version = lease["round"], lease["formed_by"], lease["version"]
             known = 0 if self.plan is None else self.plan.number
-            if not number or number == known or self.is_member:
+            is_known = (number, version) == (known, self._plan_version)
+            if not number or is_known or (self.is_member and number != known):
                 return  # `cut_off` reports that the others went on
         slot = 0 if formed_by == self._slots.own else self._slots.own
         plan = _read_plan(self._store, number=number, formed_by=formed_by, slot=slot)
         if plan is None:
             return
         with self._connection.lock:
+            self._plan_version = version
+            if self.is_member:
+                self._is_displaced = plan.place_of(self._slots.own, self._slots.id) is None
+                return
             self.plan = plan
             if self.offer is not None and plan.place_of(self._slots.own, self._slots.id) is not None:
                 self.is_member, self.offer = True, None

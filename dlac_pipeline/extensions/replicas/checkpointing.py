@@ -2,18 +2,17 @@
 
 import json
 import logging
-from collections.abc import Mapping
-from dataclasses import asdict, replace
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from dlac_pipeline.checkpoint.engines import adapt
 from dlac_pipeline.checkpoint.manager import Committed
 from dlac_pipeline.checkpoint.step_sync import RankReport, StepSync, Syncs
-from dlac_pipeline.extensions.replicas.group import ReplicaGroup
-from dlac_pipeline.extensions.replicas.history import StepHistory
-from dlac_pipeline.extensions.replicas.torchft_state import TorchFTState
+from dlac_pipeline.extensions.replicas.group import Reduced, ReplicaGroup
 from dlac_pipeline.lakehouse.errors import HeadMoved, ScriptInvalid
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, fence_of_rows
@@ -23,6 +22,68 @@ from dlac_pipeline.supervise.liveness.heartbeat import Phase
 from dlac_pipeline.train.checkpointing import Checkpointing
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Step:
+    step: int
+    loss: float
+    applied: bool
+    """False if the optimizer skipped the step."""
+    groups: tuple[int, ...]
+
+
+class StepHistory:
+    """Losses, results and groups of the committed steps after a checkpoint, in step order."""
+
+    def __init__(self) -> None:
+        self._steps: deque[_Step] = deque()
+
+    def add(self, step: int, reduced: Reduced, *, applied: bool = True) -> None:
+        """Add the step after the last one."""
+        self._steps.append(_Step(step=step, loss=reduced.loss, applied=applied, groups=reduced.groups))
+
+    def forget(self, head_step: int) -> None:
+        """Forget steps that a checkpoint has recorded."""
+        while self._steps and self._steps[0].step <= head_step:
+            self._steps.popleft()
+
+    def losses(self, head_step: int) -> list[float]:
+        """Return the losses of the steps after a checkpoint."""
+        return [each.loss for each in self._steps if each.step > head_step]
+
+    def skipped(self, head_step: int) -> list[int]:
+        """Return the steps after a checkpoint that the optimizer skipped."""
+        return [each.step for each in self._steps if each.step > head_step and not each.applied]
+
+    def memberships(self, head_step: int, before: tuple[int, ...]) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """Yield (first step, groups) where the groups changed after a checkpoint, whose last groups were those `before`."""
+        for each in self._steps:
+            if each.groups != before and each.step > head_step:
+                yield each.step, each.groups
+                before = each.groups
+
+    def to_records(self) -> list[dict[str, Any]]:
+        """Return the steps as plain values, for a peer."""
+        return [asdict(each) for each in self._steps]
+
+    def load(self, records: list[dict[str, Any]]) -> None:
+        """Replace the steps by a peer's."""
+        self._steps = deque(_Step(**{**each, "groups": tuple(each["groups"])}) for each in records)
+
+
+@runtime_checkable
+class PeerState(Protocol):
+    """An engine whose state peers exchange, as `TorchFTState` does."""
+
+    def join(self, reduce: Callable[[list[torch.Tensor], torch.Tensor], bool]) -> None:
+        """Reduce gradients and loss with the groups of a run from now on."""
+
+    def peer_state(self) -> dict[str, Any]:
+        """Return this rank's state, for a peer."""
+
+    def load_peer_state(self, state: Mapping[str, Any]) -> None:
+        """Load what `peer_state` of the same rank of a peer returned."""
 
 
 class GroupSyncs(Syncs):
@@ -65,12 +126,12 @@ class ReplicaCheckpointing(Checkpointing):
 
     def restore(self, engine: object, parts: Mapping[str, Any]) -> None:
         """Take the group's state, and load the resume point into it, unless a peer has a newer state. Then join the peers."""
-        if isinstance(engine, TorchFTState) and self._group.rejoins:
+        if isinstance(engine, PeerState) and self._group.rejoins:
             self._take_engine(adapt(engine, self._spec.checkpoint.engine, **parts))
         else:
             super().restore(engine, parts)
         self._generators = None  # each step has seeded its own before the script gets the batch
-        if not isinstance(self.engine, TorchFTState):
+        if not isinstance(self.engine, PeerState):
             raise ScriptInvalid(
                 f"expected run.restore(dlac_pipeline.TorchFTState(model=..., optimizer=...)) with launch.replicas, found "
                 f"{type(self.engine).__name__}: wrap the state of the script in it"
@@ -88,12 +149,12 @@ class ReplicaCheckpointing(Checkpointing):
             "ends": self.ends,
             "leaving": None if leaving is None else asdict(leaving),
         }
-        return {"parts": self._torchft_state().peer_state(), "run": run, "history": self.history.to_records()}
+        return {"parts": self._engine_of_peers().peer_state(), "run": run, "history": self.history.to_records()}
 
     def load_peer_state(self, state: dict[str, Any]) -> None:
         """Load the state of a peer. The reader follows, because each batch is read by its step."""
         self._manager.gate.finish()
-        self._torchft_state().load_peer_state(state["parts"])
+        self._engine_of_peers().load_peer_state(state["parts"])
         self.history.load(state["history"])
         self._tracker.step, self._tracker.cursors = state["run"]["step"], None
         self._group.execution, self._group.head_step = state["run"]["execution"], state["run"]["head_step"]
@@ -195,6 +256,6 @@ class ReplicaCheckpointing(Checkpointing):
         self._owns_head = False
         self._tracker.committed_step = self._group.head_step
 
-    def _torchft_state(self) -> TorchFTState:
-        assert isinstance(self.engine, TorchFTState), "checked when it was restored"
+    def _engine_of_peers(self) -> PeerState:
+        assert isinstance(self.engine, PeerState), "checked when it was restored"
         return self.engine

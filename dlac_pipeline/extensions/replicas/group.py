@@ -8,6 +8,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum, auto
@@ -27,7 +28,8 @@ from dlac_pipeline.extensions.replicas.rank import (
     has_reached,
     is_dead,
     read_lighthouse,
-    write_reached,
+    url_host,
+    write_presence,
 )
 from dlac_pipeline.lakehouse.errors import ScriptInvalid, TrainingFailed
 from dlac_pipeline.plan.slots import DataCoordinate
@@ -88,6 +90,8 @@ class GroupLaunch:
     def __init__(self, folder: Path, *, rejoins: bool) -> None:
         self.folder = folder
         """The launch folder."""
+        self.address, self.key = LOOPBACK, b""
+        """Address of this node for the groups, and the key by which those on several nodes know each other."""
         self.rejoins = rejoins
         """True if this process replaces a dead one of the same attempt. It needs the state of a peer."""
 
@@ -147,6 +151,8 @@ class ReplicaGroup:
         """True once a quorum was formed."""
         self.has_met = False
         """True if the last quorum has not been used by a step."""
+        self._waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Context of each wait for peers."""
         self._state: State | None = None
         self._manager: Any = None
         self._peers: Any = None
@@ -235,7 +241,7 @@ class ReplicaGroup:
         port = 0
         if self._is_first:
             found = self._await_lighthouse()
-            self._lighthouse, self._store = found.address, serve_store(LOOPBACK, 0)
+            self._lighthouse, self._store = found.address, serve_store(self._launch.address, 0)
             port = self._try_to_make_manager(self._state, self._store.port) * self._store.port
         answer = self._communicator.tree.broadcast(json.dumps([self._lighthouse, port]).encode())
         self._lighthouse, port = json.loads(answer)
@@ -263,7 +269,7 @@ class ReplicaGroup:
     def _announce(self) -> None:
         """Tell all further groups that this one has the state, and has reached its lighthouse."""
         if self._is_first and self._reached != self._lighthouse:
-            write_reached(self._folder, self.number, self._lighthouse)
+            write_presence(self._folder, self.number, self._lighthouse)
             self._reached = self._lighthouse
 
     def wait_for_peers(self) -> None:
@@ -301,8 +307,10 @@ class ReplicaGroup:
     def _make_manager(self, state: State, port: int) -> Any:
         from torchft import Manager  # optional
 
-        from dlac_pipeline.extensions.replicas.peers import Peers, StateServer
+        from dlac_pipeline.extensions.replicas.peers import NodeWatch, Peers, StateServer
 
+        if self._waiting is nullcontext and self._launch.address != LOOPBACK:
+            self._waiting = NodeWatch(self._launch.address, lambda: self._lighthouse).waiting
         limit = timedelta(seconds=self._limit_s)
         self._peers = Peers(timeout=timedelta(seconds=_CONNECT_S))
         self._peers.collective_timeout = limit
@@ -310,7 +318,7 @@ class ReplicaGroup:
             pg=self._peers,
             load_state_dict=state.load_peer_state,
             state_dict=state.peer_state,
-            checkpoint_transport=StateServer(limit),
+            checkpoint_transport=StateServer(limit, self._launch.address, self._launch.key),
             min_replica_size=1,
             use_async_quorum=False,  # the share must be known before the batch is read
             timeout=limit,
@@ -318,11 +326,11 @@ class ReplicaGroup:
             connect_timeout=timedelta(seconds=_CONNECT_S),
             rank=self._communicator.rank,
             world_size=self._communicator.world_size,
-            store_addr=LOOPBACK,
+            store_addr=self._launch.address,
             store_port=port,
             lighthouse_addr=self._lighthouse,
             replica_id=f"group-{self.number:05d}",  # quorums are in the order of these names
-            hostname=LOOPBACK,
+            hostname=url_host(self._launch.address),
             heartbeat_interval=timedelta(seconds=_HEARTBEAT_S),
             init_sync=False,  # the groups begin with the same state
         )
@@ -353,7 +361,8 @@ class ReplicaGroup:
         if self._is_first:
             watch.start()
         try:
-            self._manager.start_quorum()
+            with self._waiting():
+                self._manager.start_quorum()
             failed = self._manager.errored() is not None  # a peer died while the quorum connected, or healed this group
         except (RuntimeError, TimeoutError) as err:
             lost, failed = self._is_lighthouse_lost(), True
@@ -460,7 +469,8 @@ class ReplicaGroup:
         self.has_met = False
         for tensor, operation in tensors:
             works.append(self._manager.allreduce(tensor, reduce_op=operation))
-            works[-1].wait()
+            with self._waiting():
+                works[-1].wait()
             error = self._manager.errored()
             if error is not None:
                 # Its frames refer to the reductions, and they to connections.

@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import signal
 import threading
-import urllib.request
 from contextlib import suppress
 from http.client import HTTPException
 from multiprocessing.process import BaseProcess
@@ -21,12 +20,17 @@ from setproctitle import setproctitle
 from dlac_pipeline.elastic import fork_server
 from dlac_pipeline.elastic.ranks.addresses import LOOPBACK
 from dlac_pipeline.elastic.ranks.rank import end_with_supervisor, held_signals, without_main_module
-from dlac_pipeline.extensions.replicas.rank import check_torchft, limit_s, read_lighthouse, write_lighthouse
+from dlac_pipeline.extensions.replicas.rank import (
+    HEARTBEAT_TIMEOUT_S,
+    limit_s,
+    open_directly,
+    read_lighthouse,
+    url_host,
+    write_lighthouse,
+)
 from dlac_pipeline.lakehouse.errors import TrainingFailed
 from dlac_pipeline.spec.job_spec import JobSpec
 
-_HEARTBEAT_TIMEOUT_MS = 400
-"""Milliseconds without a heartbeat after which a group is dead. Its manager sends one every 50 ms, from a separate thread."""
 _TICK_MS = 10
 _ENDS_WITHIN_S = 5.0
 LOOK_S = 1.0
@@ -39,10 +43,9 @@ _START_SHARE = 0.5
 class Lighthouse:
     """Lighthouse of one attempt."""
 
-    def __init__(self, spec: JobSpec, folder: Path) -> None:
-        """Raise `SpecInvalid` without torchft. `folder` is the launch folder."""
-        check_torchft()
-        self._spec, self._folder = spec, folder
+    def __init__(self, spec: JobSpec, folder: Path, address: str = LOOPBACK) -> None:
+        """`folder` is the launch folder, `address` that of this node for the groups."""
+        self._spec, self._folder, self._address = spec, folder, address
         self._process: BaseProcess | None = None
         self._is_killed = False
         """True if the process was killed because it did not start or answer."""
@@ -53,7 +56,9 @@ class Lighthouse:
         fork_server.start_server(self._spec)
         stragglers_s = limit_s(self._spec.launch)  # as long as in a collective
         context: Any = multiprocessing.get_context(fork_server.START_METHODS[self._spec.launch.start])
-        process = context.Process(target=_serve, args=(self._spec.run, str(self._folder), stragglers_s), daemon=True)
+        process = context.Process(
+            target=_serve, args=(self._spec.run, str(self._folder), self._address, stragglers_s), daemon=True
+        )
         with held_signals(), without_main_module():
             process.start()
         self._process, self._is_killed = process, False
@@ -111,40 +116,38 @@ def start_limit_s(spec: JobSpec) -> float:
     return _START_SHARE * spec.launch.start_timeout_s
 
 
-def make_server(*, port: int = 0, stragglers_s: float) -> Any:
-    """Return torchft's server at loopback. Port 0: any free one. A quorum waits `stragglers_s` for groups that are alive."""
+def make_server(address: str = LOOPBACK, *, port: int = 0, stragglers_s: float) -> Any:
+    """Return torchft's server at an address. Port 0: any free one. A quorum waits `stragglers_s` for groups that are alive."""
     os.environ.setdefault("RUST_LOG", "error")  # it would write lines for each step
     from torchft.coordination import LighthouseServer
 
     return LighthouseServer(
-        bind=f"{LOOPBACK}:{port}",
+        bind=f"{url_host(address)}:{port}",
         min_replicas=1,
         join_timeout_ms=int(stragglers_s * 1000),
         quorum_tick_ms=_TICK_MS,
-        heartbeat_timeout_ms=_HEARTBEAT_TIMEOUT_MS,
+        heartbeat_timeout_ms=int(HEARTBEAT_TIMEOUT_S * 1000),
     )
 
 
-def address_of(server: Any) -> str:
-    """Return the address of a server, for the groups on this node."""
-    return f"http://{LOOPBACK}:{urlsplit(server.address()).port}"
+def address_of(server: Any, address: str = LOOPBACK) -> str:
+    """Return the URL of a server at an address, for the groups."""
+    return f"http://{url_host(address)}:{urlsplit(server.address()).port}"
 
 
 def answers(address: str) -> bool:
     """Return whether a lighthouse answers in time. The system accepts connections for one that hangs."""
-    # A proxy of the environment has no way to an address of this node.
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with suppress(OSError, HTTPException), opener.open(f"{address}/status", timeout=ANSWERS_WITHIN_S):
+    with suppress(OSError, HTTPException), open_directly(f"{address}/status", ANSWERS_WITHIN_S):
         return True
     return False
 
 
-def _serve(run: str, folder: str, stragglers_s: float) -> None:
+def _serve(run: str, folder: str, address: str, stragglers_s: float) -> None:
     """Serve until the supervisor ends this process, or ends itself."""
     os.setpgid(0, 0)
     end_with_supervisor()
     setproctitle(f"dlac {run} lighthouse")
-    server = make_server(stragglers_s=stragglers_s)
-    write_lighthouse(Path(folder), address_of(server))
+    server = make_server(address, stragglers_s=stragglers_s)
+    write_lighthouse(Path(folder), address_of(server, address))
     while True:
         signal.pause()

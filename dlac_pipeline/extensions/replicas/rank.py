@@ -4,10 +4,12 @@ import fcntl
 import json
 import os
 import time
+import urllib.request
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from dlac_pipeline.elastic.ranks.environment import defaults_of
 from dlac_pipeline.elastic.ranks.this_process import GROUP_VARIABLE, this_process
@@ -18,6 +20,8 @@ from dlac_pipeline.spec.launch_spec import LaunchSpec
 
 REJOINS_VARIABLE = "DLAC_REJOINS"
 """Variable that is set in a process that replaces a dead one of the same attempt."""
+ADDRESS_VARIABLE = "DLAC_GROUP_ADDRESS"
+"""Variable with the address of this node for the groups on the others. Unset: there are none."""
 OWN_GROUP_VARIABLE = "REPLICA_GROUP_ID"
 """Variable with the number of the replica group without a supervisor. torchft has named it."""
 
@@ -25,6 +29,8 @@ SETTINGS = {"TORCH_GLOO_LAZY_INIT": "0", "RUST_LOG": "error"}
 """Variables of the ranks of groups, unless they are set. Groups connect at once: one that waits for the first connection of a
 dead one would wait for the time limit. torchft would log each step."""
 
+HEARTBEAT_TIMEOUT_S = 0.4
+"""Seconds without a heartbeat after which a group is dead. Its manager sends one every 50 ms, from a separate thread."""
 HANG_MARGIN_S = 60.0
 """Seconds for which groups wait for a hung one beyond the moment at which the supervisor kills it, if it runs."""
 
@@ -59,11 +65,18 @@ def take_own_group(spec: JobSpec) -> None:
         os.environ.setdefault(name, value)
 
 
+def groups_of(first_rank: int, ranks: int, size: int) -> range:
+    """Return the groups of `size` ranks of a node."""
+    return range(first_rank // size, (first_rank + ranks) // size)
+
+
 def limit_s(launch: LaunchSpec) -> float:
     """Return the seconds for which groups wait for each other. One that is present may still load the state of a peer."""
     return launch.start_timeout_s + HANG_MARGIN_S
 
 
+DEAD = "dead"
+"""Presence of a dead group."""
 HELD_WITHIN_S = 10.0
 _POLL_S = 0.02
 
@@ -74,6 +87,16 @@ class LighthouseProcess:
 
     address: str
     pid: int
+
+
+def open_directly(request: str | urllib.request.Request, timeout_s: float) -> Any:
+    """Open a URL of the groups. A proxy of the environment may have no way to it."""
+    return urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=timeout_s)
+
+
+def url_host(address: str) -> str:
+    """Return an address as URLs have it."""
+    return f"[{address}]" if ":" in address else address
 
 
 def write_lighthouse(folder: Path, address: str) -> None:
@@ -90,28 +113,31 @@ def read_lighthouse(folder: Path) -> LighthouseProcess | None:
     return None
 
 
-def write_reached(folder: Path, group: int, address: str) -> None:
-    """Record that a replica group has reached the lighthouse at an address."""
-    _reached_file(folder, group).write_text(address)
-    _dead_file(folder, group).unlink(missing_ok=True)
-
-
 def has_reached(folder: Path, group: int, address: str) -> bool:
     """Return True if a replica group has reached this lighthouse, and no other one since."""
-    with suppress(FileNotFoundError):
-        return _reached_file(folder, group).read_text() == address and not _has_left(folder, group)
-    return False
+    return read_presence(folder, group) == address and not _has_left(folder, group)
 
 
 def mark_dead(folder: Path, group: int) -> None:
     """Record that a replica group has died. A process that takes its place has no state until it has met its peers."""
-    _reached_file(folder, group).unlink(missing_ok=True)
-    _dead_file(folder, group).touch()
+    write_presence(folder, group, DEAD)
 
 
 def is_dead(folder: Path, group: int) -> bool:
     """Return True if a replica group has died, and no new process of it has met its peers."""
-    return _dead_file(folder, group).exists() or _has_left(folder, group)
+    return read_presence(folder, group) == DEAD or _has_left(folder, group)
+
+
+def read_presence(folder: Path, group: int) -> str:
+    """Return the address of the lighthouse that a replica group has reached, or `DEAD`. Empty: neither yet."""
+    with suppress(FileNotFoundError):
+        return _presence_file(folder, group).read_text()
+    return ""
+
+
+def write_presence(folder: Path, group: int, presence: str) -> None:
+    """Record the lighthouse that a replica group has reached, or `DEAD`."""
+    _presence_file(folder, group).write_text(presence)
 
 
 def has_held(folder: Path, group: int) -> bool:
@@ -164,9 +190,5 @@ def _lighthouse_file(folder: Path) -> Path:
     return folder / "lighthouse.json"
 
 
-def _reached_file(folder: Path, group: int) -> Path:
-    return folder / f"reached-{group:05d}"
-
-
-def _dead_file(folder: Path, group: int) -> Path:
-    return folder / f"dead-{group:05d}"
+def _presence_file(folder: Path, group: int) -> Path:
+    return folder / f"presence-{group:05d}"

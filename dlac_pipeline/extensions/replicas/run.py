@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from blake3 import blake3
 
 from dlac_pipeline.checkpoint.rng import seed_rng
+from dlac_pipeline.elastic.sealed_store import shared_secret
 from dlac_pipeline.extensions.replicas.checkpointing import GroupSyncs, ReplicaCheckpointing
 from dlac_pipeline.extensions.replicas.group import GroupLaunch, ReplicaGroup
 from dlac_pipeline.extensions.replicas.own_launch import OwnLaunch
-from dlac_pipeline.extensions.replicas.rank import REJOINS_VARIABLE, limit_s, take_own_group
+from dlac_pipeline.extensions.replicas.rank import ADDRESS_VARIABLE, REJOINS_VARIABLE, limit_s, take_own_group
 from dlac_pipeline.extensions.replicas.share_reader import ShareReader
 from dlac_pipeline.lakehouse.errors import ScriptInvalid, TrainingFailed
 from dlac_pipeline.plan.slots import DataCoordinate, groups_of_slots
@@ -86,6 +88,10 @@ class ReplicaRun(TrainingRun):
         launch: GroupLaunch | None = self._own
         if self._folder is not None:
             launch = GroupLaunch(self._folder, rejoins=REJOINS_VARIABLE in os.environ)
+            if spec.launch.max_nodes > 1:
+                named = f"dlac replica groups of {spec.run} in attempt {self.resume_point.attempt}"
+                launch.key = blake3(shared_secret(spec.launch).encode(), derive_key_context=named).digest()
+                launch.address = os.environ[ADDRESS_VARIABLE]
         assert launch is not None, "a supervisor or another launcher started this rank"
         self._launch_folder = launch.folder
         number, groups = self.rank // spec.launch.ranks_per_replica, spec.launch.replicas

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 from dlac_pipeline.lakehouse.doors import Door
 
 if TYPE_CHECKING:
+    from dlac_pipeline.elastic.round import Round
     from dlac_pipeline.spec.job_spec import JobSpec
     from dlac_pipeline.spec.launch_spec import LaunchSpec
+    from dlac_pipeline.supervise.ranks.all_ranks import AllRanks
     from dlac_pipeline.supervise.ranks.local_ranks import RankGroup
     from dlac_pipeline.supervise.ranks.rank_starter import RankStart
 
@@ -32,6 +34,9 @@ class Healing(Protocol):
 
         Raise `SpecInvalid` if a package that the ranks need is missing.
         """
+
+    def all_ranks(self, own: Any, round_: Round) -> AllRanks:
+        """Return the ranks of several nodes as the leader sees them, of which `start` has returned its `own`."""
 
     def run_type(self) -> type[Any]:
         """Return the subclass of `TrainingRun` by which a rank joins the others, at first or again. Only ranks call it."""

@@ -22,6 +22,7 @@ from dlac_pipeline.supervise.liveness.heartbeat import Phase, RankHeartbeat, rea
 from dlac_pipeline.supervise.ranks.rank_logs import MOST_LOG_BYTES, LogBound
 
 if TYPE_CHECKING:
+    from dlac_pipeline.elastic.sealed_store import Message
     from dlac_pipeline.lakehouse.ledger.recoveries import Recovery
     from dlac_pipeline.supervise.ranks.rank_events import Event
 
@@ -136,6 +137,10 @@ class RankGroup:
     def find_rejoined(self) -> Sequence[Rejoined]:
         """Return the replaced ranks that take part again since the last call."""
         return ()
+
+    def report(self, leader: Message) -> Message:
+        """Note the leader's message, on another node, and return what its ranks need to know in addition to `report_of`."""
+        return {}
 
     def outlives_hang(self, hung: Exit) -> bool:
         """Kill a hung rank and return True if the attempt continues without it."""

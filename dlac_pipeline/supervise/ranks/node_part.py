@@ -7,6 +7,8 @@ from dlac_pipeline.checkpoint.restore.resume_point import FromMemory, ResumePoin
 from dlac_pipeline.elastic.round import Round
 from dlac_pipeline.memory_states.node_memory import NodeMemory
 from dlac_pipeline.spec.job_spec import JobSpec
+from dlac_pipeline.supervise.ranks.all_ranks import AllRanks
+from dlac_pipeline.supervise.ranks.healing import healing_of
 from dlac_pipeline.supervise.ranks.launch_folders import (
     KEEP_LAUNCHES,
     forget_launches,
@@ -43,6 +45,11 @@ class NodePart:
         write_spec(self.folder, self.spec)
         forget_launches(self.folder.parent, keep=KEEP_LAUNCHES * self.round.share.nodes)
         return self.starter.start(self.spec, self.folder, self.round.share)
+
+    def all_ranks(self, own: RankGroup) -> AllRanks:
+        """Return the ranks of all nodes as the leader sees them, with those that it has started."""
+        healing = healing_of(self.spec.launch) if self.round.others else None
+        return AllRanks(own, self.round) if healing is None else healing.all_ranks(own, self.round)
 
     def fetch(self, point: ResumePoint) -> None:
         """Begin to fetch a state in memory. Hand any other resume point to this node's ranks at once."""

@@ -1,12 +1,15 @@
-"""The lighthouse of replica groups as a process that may hang, and as the supervisor asks it."""
+"""The lighthouse of replica groups as a process that may hang, and as the supervisor asks it. The server of a group's state."""
 
 import os
 import signal
 import urllib.request
+from datetime import timedelta
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
+from cryptography.exceptions import InvalidTag
 
 from dlac_pipeline.extensions.replicas import lighthouse
 from dlac_pipeline.extensions.replicas.lighthouse import Lighthouse
@@ -47,3 +50,18 @@ def test_lighthouse_is_asked_without_proxy(monkeypatch: pytest.MonkeyPatch) -> N
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setattr(urllib.request, "_opener", None)  # it has the proxies of the first call
         assert lighthouse.answers(address)
+
+
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable")  # PyTorch's, of what it has received
+def test_only_the_key_opens_a_state() -> None:
+    """A newcomer on another node loads the state of a peer with its key. One with another key loads nothing."""
+    peers = pytest.importorskip("dlac_pipeline.extensions.replicas.peers")
+    limit, state = timedelta(seconds=10), {"step": 7, "weights": torch.arange(3.0)}
+    peer, newcomer, stranger = (peers.StateServer(limit, "127.0.0.1", bytes([each] * 32)) for each in (1, 1, 2))
+    peer.send_checkpoint([1], 7, state, limit)
+    found = newcomer.recv_checkpoint(0, peer.metadata(), 7, limit)
+    assert (found["step"], found["weights"].tolist()) == (7, [0.0, 1.0, 2.0])
+    with pytest.raises(InvalidTag):
+        stranger.recv_checkpoint(0, peer.metadata(), 7, limit)
+    for each in (peer, newcomer, stranger):
+        each.shutdown(wait=False)

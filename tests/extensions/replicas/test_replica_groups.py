@@ -27,9 +27,9 @@ from dlac_pipeline.extensions.replicas.rank import (
     is_held,
     mark_dead,
     write_lighthouse,
-    write_reached,
+    write_presence,
 )
-from dlac_pipeline.extensions.replicas.torchft_state import TorchFTState
+from dlac_pipeline.extensions.sharded.torchft_state import TorchFTState
 from dlac_pipeline.lakehouse.errors import CursorMismatch, RunBusy, ScriptInvalid
 from dlac_pipeline.plan.slots import DataCoordinate
 from dlac_pipeline.spec.job_spec import parse_spec
@@ -178,12 +178,12 @@ def test_second_reduction_of_batch_is_refused(tmp_path: Path) -> None:
 def test_newcomer_waits_for_group_with_state(tmp_path: Path) -> None:
     """A quorum without a group that has the state would be its end."""
     newcomer = group_of(tmp_path, rejoins=True, _step=-1)
-    write_reached(tmp_path, 0, LIGHTHOUSE)  # its dead process
+    write_presence(tmp_path, 0, LIGHTHOUSE)  # its dead process
     waiting = threading.Thread(target=newcomer.wait_for_peers)
     waiting.start()
     waiting.join(0.2)
     assert waiting.is_alive()
-    write_reached(tmp_path, 1, LIGHTHOUSE)
+    write_presence(tmp_path, 1, LIGHTHOUSE)
     waiting.join(5)
     assert not waiting.is_alive()
 
@@ -313,7 +313,7 @@ def test_state_of_other_shape_is_healed(one_rank: None) -> None:
 
 def test_dead_group_is_not_awaited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A group that died before the first quorum is left out of it. Its process is awaited again once it has met its peers."""
-    write_reached(tmp_path, 1, "http://earlier")
+    write_presence(tmp_path, 1, "http://earlier")
     group = group_of(tmp_path, _step=0)
     waits: list[float] = []
 
@@ -325,7 +325,7 @@ def test_dead_group_is_not_awaited(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("dlac_pipeline.extensions.replicas.group.time.sleep", wait)
     group.wait_for_peers()
     assert [seconds > 0 for seconds in waits] == [True, True, True, False]
-    write_reached(tmp_path, 1, LIGHTHOUSE)
+    write_presence(tmp_path, 1, LIGHTHOUSE)
     assert not is_dead(tmp_path, 1)
 
 
@@ -360,7 +360,7 @@ def test_group_without_supervisor_lives_while_it_holds_its_lock(
     """Its peers wait neither for it nor for its lighthouse once it is dead. Its number is of one process."""
     assert not has_held(tmp_path, 1)
     held = hold_group(tmp_path, 1)
-    write_reached(tmp_path, 1, LIGHTHOUSE)
+    write_presence(tmp_path, 1, LIGHTHOUSE)
     assert has_held(tmp_path, 1)
     assert is_held(tmp_path, 1)
     assert has_reached(tmp_path, 1, LIGHTHOUSE)

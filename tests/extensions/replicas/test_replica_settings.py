@@ -3,8 +3,8 @@ from typing import Any
 import pytest
 
 from dlac_pipeline.checkpoint.step_sync import RankReport
+from dlac_pipeline.extensions.replicas.checkpointing import StepHistory
 from dlac_pipeline.extensions.replicas.group import Reduced
-from dlac_pipeline.extensions.replicas.history import StepHistory
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
 
@@ -38,12 +38,15 @@ def test_each_replica_group_has_ranks() -> None:
         ({"ranks_per_replica": 2}, "expected launch.replicas with launch.ranks_per_replica = 2"),
         ({"replicas": 3, "world_size": 2}, "launch.replicas or launch.world_size, found 3 and 2"),
         ({"replicas": 3, "on": "slurm"}, "without launch.on,"),
+        ({"replicas": 3, "nodes": "2"}, "divides launch.replicas = 3 .* found '2' and 0"),
+        ({"replicas": 4, "nodes": "1:2"}, "one launch.nodes that divides"),
+        ({"replicas": 4, "nodes": "2", "ranks_per_replica": 3, "nproc_per_node": 2}, "as many groups of 3 ranks"),
     ],
 )
 def test_unsupported_replicas_are_refused(launch: dict[str, Any], message: str) -> None:
     """A setting that needs messages of all ranks, or another node, has no meaning for replica groups."""
     with pytest.raises(SpecInvalid, match=message):
-        spec(**launch)
+        spec(rendezvous="127.0.0.1:1", **launch)
 
 
 def test_membership_is_recorded_at_changes() -> None:
