@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Callable
-from functools import partial, partialmethod
+from functools import partialmethod
 from typing import Any
 from unittest.mock import Mock
 
@@ -154,14 +154,18 @@ def test_abandoned_branch_keeps_its_base(arena: Arena) -> None:
 @pytest.mark.parametrize("place", ["near", "far"])
 def test_damaged_base_is_left_behind(arena: Arena, place: str) -> None:
     """Checkpoints that refer to a damaged base are quarantined after one look at it. The next one has a base of its own."""
-    spec, looks = spec_of(arena, store=str(arena.home / place)), []
+    spec, looks = spec_of(arena, store=str(arena.home / place)), list[str]()
     train(arena, spec, 7)
     train(arena, spec, 16)
     base = min((arena.home / place).glob("r1/attempt-0002/*/torch-frozen.pt"))
     base.write_bytes(base.read_bytes()[::-1])
+
+    def look(files: StoreFiles, real: Any, address: str, *target: Any) -> Any:
+        looks.append(address)
+        return real(files, address, *target)
+
     for name in ("fetch", "digest"):
-        look = partial(lambda real, *given: looks.append(given[1]) or real(*given), getattr(StoreFiles, name))
-        arena.monkeypatch.setattr(StoreFiles, name, partialmethod(look))
+        arena.monkeypatch.setattr(StoreFiles, name, partialmethod(look, getattr(StoreFiles, name)))
     if place == "far":
         shutil.rmtree(arena.home / "near")
     train(arena, spec, 10)
