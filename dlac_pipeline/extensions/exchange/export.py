@@ -15,7 +15,7 @@ import torch
 
 import dlac_pipeline as dlac
 from dlac_pipeline.checkpoint.engines.engine import Weights
-from dlac_pipeline.checkpoint.engines.shards import sharding_info, tensor_file
+from dlac_pipeline.checkpoint.engines.shard_names import sharding_info, tensor_file
 from dlac_pipeline.checkpoint.restore.verified_copy import Restored, restore
 from dlac_pipeline.checkpoint.stage.streamed_file import DTYPES, TensorFile, Written, write_state
 from dlac_pipeline.checkpoint.store import Tiers, storing

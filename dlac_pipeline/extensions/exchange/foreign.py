@@ -16,12 +16,11 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from dlac_pipeline.checkpoint.engines import installed_engines
 from dlac_pipeline.checkpoint.engines.engine import Foreign
 from dlac_pipeline.checkpoint.engines.safe_load import only_tensors
-from dlac_pipeline.checkpoint.engines.shards import INDEX, PlainSavePlanner, ShardWriter, box
+from dlac_pipeline.checkpoint.engines.shard_names import INDEX, box
 from dlac_pipeline.checkpoint.engines.torch_state import TorchState
 from dlac_pipeline.checkpoint.manifest import FileEntry
 from dlac_pipeline.checkpoint.stage.copies import Direct, Write
@@ -29,6 +28,7 @@ from dlac_pipeline.checkpoint.stage.durable_writer import DurableWriter
 from dlac_pipeline.checkpoint.store import MANIFEST, Tiers
 from dlac_pipeline.extensions.exchange.weights import WEIGHTS_FILE, WEIGHTS_INDEX
 from dlac_pipeline.lakehouse.errors import SpecInvalid
+from dlac_pipeline.spec.job_spec import ENGINES
 
 _DCP = "dcp"
 """Name of the engine that loads these checkpoints, `DistributedState`."""
@@ -114,10 +114,7 @@ def _of_dcp(folder: Path, state: dict[str, Any], files: list[Path]) -> Foreign:
 
 
 def _copy_dcp(ours: dict[str, Any], state: dict[str, Any], target: Path, write: Write) -> None:
-    writer = ShardWriter(target, write, adopted=True)
-    save(ours, storage_writer=writer, planner=PlainSavePlanner(), no_dist=True)
-    if writer.failure is not None:
-        raise writer.failure
+    ENGINES.load(_DCP, setting="the engine of an adopted checkpoint").write_adopted(ours, target, write)
     rest = {name: value for name, value in state.items() if isinstance(value, dict | torch.Tensor)}
     TorchState.write_parts(target, write, rest)
 

@@ -21,7 +21,11 @@ from dlac_pipeline.checkpoint.collectives import RankTree
 from dlac_pipeline.checkpoint.engines.engine import Engine, Weights
 from dlac_pipeline.checkpoint.engines.exact_load import load_exactly
 from dlac_pipeline.checkpoint.engines.rank_buffers import load_buffers, save_buffers
-from dlac_pipeline.checkpoint.engines.shards import (
+from dlac_pipeline.checkpoint.engines.torch_state import TorchState, reshard
+from dlac_pipeline.checkpoint.stage.copies import Write
+from dlac_pipeline.checkpoint.stage.watch import frozen_storages
+from dlac_pipeline.extensions.sharded.optimizer_states import OptimizerStates
+from dlac_pipeline.extensions.sharded.shards import (
     Layout,
     PlainLoadPlanner,
     PlainSavePlanner,
@@ -29,10 +33,6 @@ from dlac_pipeline.checkpoint.engines.shards import (
     ShardWriter,
     whole_tensors,
 )
-from dlac_pipeline.checkpoint.engines.torch_state import TorchState, reshard
-from dlac_pipeline.checkpoint.stage.copies import Write
-from dlac_pipeline.checkpoint.stage.watch import frozen_storages
-from dlac_pipeline.extensions.sharded.optimizer_states import OptimizerStates
 from dlac_pipeline.lakehouse.errors import CheckpointError, DlacError
 
 
@@ -79,6 +79,14 @@ class DistributedState(Engine):
             self._layout = writer.layout
         save_buffers(folder, {"model": self._model}, write)
         self._rest.save(folder, write)
+        if writer.failure is not None:
+            raise writer.failure
+
+    @staticmethod
+    def write_adopted(state: Mapping[str, Any], folder: Path, write: Write) -> None:
+        """Write parts that another program saved, which may lack parts that a script has."""
+        writer = ShardWriter(folder, write, adopted=True)
+        save(dict(state), storage_writer=writer, planner=PlainSavePlanner(), no_dist=True)
         if writer.failure is not None:
             raise writer.failure
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from dlac_pipeline.checkpoint.engines.exact_load import load_exactly
 from dlac_pipeline.checkpoint.engines.model_names import bare_names
-from dlac_pipeline.checkpoint.engines.shards import ShardReader
+from dlac_pipeline.extensions.sharded.shards import ShardReader
 from dlac_pipeline.lakehouse.errors import CheckpointError, ResumeMismatch, ScriptInvalid, SpecInvalid
 
 _STATE, _GROUPS, _PARAMETERS = "state", "param_groups", "params"

@@ -1,7 +1,6 @@
 """A checkpoint's folder, written and read by torch.distributed.checkpoint (DCP). See docs/design/0004-engines.md."""
 
 import copy
-import json
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -22,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from dlac_pipeline.checkpoint.engines.safe_load import load_tensors, plain_state
+from dlac_pipeline.checkpoint.engines.shard_names import INDEX, box, sharding_info, tensor_file
 from dlac_pipeline.checkpoint.stage.copies import Write
 from dlac_pipeline.checkpoint.stage.streamed_file import DTYPES, Frozen, TensorFile
 from dlac_pipeline.checkpoint.stage.watch import Key, storage_key
@@ -29,7 +29,6 @@ from dlac_pipeline.lakehouse.errors import FormatTooNew, SpecInvalid
 
 _FORMAT_VERSION = 2
 """1: all parts of a rank are a list in its `shards-<rank>.pt`."""
-INDEX = "shards-index.pt"
 Offsets = Mapping[str, Sequence[int]]
 """Place of a tensor's first element in the whole tensor, by name."""
 _Tensors = dict[str, dict[str, Any]]
@@ -269,17 +268,6 @@ def whole_tensors(folder: Path, part: str) -> dict[str, torch.Tensor]:
     return {".".join(map(str, paths[name][1:])): tensor for name, tensor in whole.items()}
 
 
-def tensor_file(rank: int) -> str:
-    """Return the name of a rank's file of tensors, as DCP's `HuggingFaceStorageWriter` numbers them."""
-    return f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
-
-
-def sharding_info(offsets: Offsets) -> dict[str, str]:
-    """Return the texts by which DCP places the tensors of a safetensors file in tensors of the whole state."""
-    places = {name: {"saved_offsets": list(offset)} for name, offset in offsets.items()}
-    return {"DCP_SHARDING_INFO": json.dumps(places, separators=(",", ":")), "DCP_VERSION": "1.0", "format": "pt"}
-
-
 def _fits(part: Any) -> bool:
     """Return True if a safetensors file can contain the part of a state."""
     return type(part) in (torch.Tensor, torch.nn.Parameter) and part.layout == torch.strided and part.dtype in DTYPES
@@ -309,11 +297,6 @@ def _part_reader(path: Path) -> Callable[[Any], Any]:
     file: Any = safe_open(path, "pt") if path.suffix == ".safetensors" else load_tensors(path, mmap=True)
     found: Callable[[Any], Any] = file.__getitem__ if isinstance(file, list) else file.get_slice
     return found
-
-
-def box(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
-    """Return the index of a part of a tensor."""
-    return tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
 
 
 def _done(value: Any) -> Future[Any]:
