@@ -9,7 +9,6 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 
 from dlac_pipeline.checkpoint.restore.resume_point import FromMemory, ResumePoint
-from dlac_pipeline.elastic.ranks.processes import HANG
 from dlac_pipeline.elastic.round import RESUME
 from dlac_pipeline.lakehouse.errors import LeftUnfinished
 from dlac_pipeline.lakehouse.ledger.older_ledger import LedgerWatch
@@ -17,6 +16,7 @@ from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.supervise.attempt_monitor import AttemptMonitor
 from dlac_pipeline.supervise.attempt_state import AttemptMachine, AttemptState, Decision, Observation
 from dlac_pipeline.supervise.failure import (
+    SILENT_KINDS,
     STOPPED_FILE,
     STUCK,
     Failure,
@@ -276,7 +276,7 @@ class SupervisedAttempt:
 
     def _fail(self, ranks: AllRanks, cause: Exit) -> Failure:
         each = self._spec.launch.processes_per_reader
-        if cause.kind not in (STUCK, HANG):  # else no connection breaks, which survivors would notice
+        if cause.kind not in (STUCK, *SILENT_KINDS):  # else no connection breaks, which survivors would notice
             self._part.await_last_step(ranks.own)
         failure = end_ranks(ranks, cause, step=self.step, resumed_step=self._resumed_step, per_reader=each)
         facts = {"cause": failure.cause, "step": failure.last_step, "phase": failure.doing, **ranks.log_end(cause.rank)}
