@@ -12,6 +12,8 @@ import tenacity
 
 from dlac_pipeline.lakehouse.errors import CatalogUnreachable, CommitConflict
 
+RETRY_WITHIN_S = 180.0
+"""Seconds for which a recovery retries an unavailable catalog or store. Then it ends, and can be requested again."""
 _FINAL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR})
 _REFUSED = re.compile(
     "ACCESS_DENIED|NO_SUCH_BUCKET|NoSuchBucket|INVALID_ACCESS_KEY_ID|SIGNATURE_DOES_NOT_MATCH|Bucket does not exist"

@@ -13,14 +13,13 @@ from dlac_pipeline.checkpoint.restore.resume_point import ResumePoint
 from dlac_pipeline.lakehouse.errors import DlacError
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.recoveries import Recovery, write_recovery
-from dlac_pipeline.lakehouse.retrying import retrying
+from dlac_pipeline.lakehouse.retrying import RETRY_WITHIN_S, retrying
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.supervise.failure import Failure
 from dlac_pipeline.supervise.incident import Incident, RecoveryOutcome, build_given_up, build_rejoined
 from dlac_pipeline.supervise.liveness.heartbeat import RankHeartbeat
 from dlac_pipeline.supervise.ranks.local_ranks import Rejoined
 from dlac_pipeline.supervise.ranks.rank_events import Event
-from dlac_pipeline.supervise.retry_policy import RETRY_WITHIN_S
 
 _LOGGER = logging.getLogger(__name__)
 _CLOSE_WITHIN_S = 10.0

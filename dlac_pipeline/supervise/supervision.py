@@ -11,12 +11,11 @@ from dlac_pipeline.checkpoint.store import tiers_of
 from dlac_pipeline.lakehouse.errors import CatalogUnreachable, DlacError, StoreUnavailable
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, check_tables_may_exist, connect
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.lakehouse.retrying import retrying
+from dlac_pipeline.lakehouse.retrying import RETRY_WITHIN_S, retrying
 from dlac_pipeline.memory_states.states import check_memory
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.launch_request import OPERATOR, Request
-from dlac_pipeline.supervise.retry_policy import RETRY_WITHIN_S
 
 
 @dataclass(frozen=True, slots=True)

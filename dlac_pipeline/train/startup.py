@@ -14,13 +14,12 @@ from dlac_pipeline.elastic.ranks.communicator import Communicator
 from dlac_pipeline.lakehouse import config, errors
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.older_ledger import LedgerWatch
-from dlac_pipeline.lakehouse.retrying import retrying
+from dlac_pipeline.lakehouse.retrying import RETRY_WITHIN_S, retrying
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec, parse_recorded, parse_spec, read_spec
 from dlac_pipeline.supervise.liveness.heartbeat_writer import HeartbeatWriter
 from dlac_pipeline.supervise.liveness.run_lock import run_lock
 from dlac_pipeline.supervise.ranks.launch_folders import KEEP_LAUNCHES, forget_launches, make_launch_folder
-from dlac_pipeline.supervise.retry_policy import RETRY_WITHIN_S
 from dlac_pipeline.supervise.start.request import ClaimRequest, ResumeOptions
 from dlac_pipeline.supervise.start.start_attempt import start_attempt
 

@@ -18,10 +18,9 @@ from dlac_pipeline.lakehouse.ledger.older_ledger import check_ledger
 from dlac_pipeline.lakehouse.ledger.recoveries import Recovery, recoveries_of
 from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, NODES, LedgerRow, Purpose
 from dlac_pipeline.supervise import claims
-from dlac_pipeline.supervise.liveness.launch_liveness import liveness_of
+from dlac_pipeline.supervise.liveness.launch_liveness import LOST_AFTER_S, liveness_of
 from dlac_pipeline.supervise.liveness.run_lock import lock_path
 from dlac_pipeline.supervise.ranks.rank_events import read_ending, read_total_steps
-from dlac_pipeline.supervise.retry_policy import LOST_AFTER_S
 
 _KEYS = ("run", "seq", "kind", "attempt", "nonce")
 _COLUMNS = (*_KEYS, "step", "checkpoint_id", "parent", "head_after", "committed_at", "reason", "checkpoint", "claim")

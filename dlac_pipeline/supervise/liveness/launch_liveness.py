@@ -26,8 +26,9 @@ from dlac_pipeline.lakehouse.ledger.typed_rows import NODES, LedgerRow
 from dlac_pipeline.supervise.claims import claimed_by, last_reason, left_in_order
 from dlac_pipeline.supervise.liveness.heartbeat import read_heartbeats
 from dlac_pipeline.supervise.liveness.run_lock import lock_path
-from dlac_pipeline.supervise.retry_policy import LOST_AFTER_S
 
+LOST_AFTER_S = 120.0
+"""Seconds of silence after which a launch on another node counts as lost."""
 if TYPE_CHECKING:
     from dlac_pipeline.spec.job_spec import JobSpec
 

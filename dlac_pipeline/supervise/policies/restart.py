@@ -6,7 +6,7 @@ from typing import NoReturn
 from dlac_pipeline.lakehouse import errors
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS
-from dlac_pipeline.lakehouse.retrying import retrying
+from dlac_pipeline.lakehouse.retrying import RETRY_WITHIN_S, retrying
 from dlac_pipeline.plan.legs.leg import Unreadable
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec
@@ -16,7 +16,6 @@ from dlac_pipeline.supervise.failure import STUCK, Failure
 from dlac_pipeline.supervise.policies.row_policies import RestartContext, load_policies
 from dlac_pipeline.supervise.ranks.rank_events import Event
 from dlac_pipeline.supervise.recovery_recorder import RecoveryRecorder
-from dlac_pipeline.supervise.retry_policy import RETRY_WITHIN_S
 from dlac_pipeline.supervise.supervision import StopRequests
 
 _GIVEN_UP = (errors.BadInput, errors.LossNotFinite, errors.LossSpiked)
