@@ -18,10 +18,10 @@ import numpy as np
 from dlac_pipeline.lakehouse.errors import CursorMismatch
 from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.plan.units import Ints
-from dlac_pipeline.read.documents import Documents, Samples, SourceRows
+from dlac_pipeline.read.samples import Items, SourceRows
 from dlac_pipeline.rows.transform import Rejected
 
-Content = TypeVar("Content", bound=Documents | Samples)
+Content = TypeVar("Content", bound=Items)
 Piece = tuple[Content, int, int]
 """Items first .. stop-1 of a block."""
 

@@ -1,19 +1,24 @@
-"""Streams of items: documents of one key group's blocks in, sequences of T tokens out, or, without packing, samples."""
+"""Streams of items: samples of one key group's blocks. Through a door, documents in and sequences of T tokens out."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Generic
+from typing import Any, Generic, Protocol
 
 import numpy as np
+import pyarrow as pa
 
-from dlac_pipeline.lakehouse.errors import SpecInvalid
+from dlac_pipeline.lakehouse.doors import Door
+from dlac_pipeline.plan.legs.choice import LegTokenizer
+from dlac_pipeline.plan.legs.leg import LegSequences
 from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.plan.units import Ints
-from dlac_pipeline.read.documents import Documents, Samples
 from dlac_pipeline.read.line import BlockAdvance, Content, Line, Piece, merge
+from dlac_pipeline.read.samples import Items, Samples
 from dlac_pipeline.read.streams import Given, RowStream
 from dlac_pipeline.rows.columns import Array, Column
+from dlac_pipeline.rows.transform import Reject, Transform
 
+PACKINGS = Door("dlac.packings", "packing")
 BEGINNING = Cursor()
 
 
@@ -82,79 +87,45 @@ class ItemLine(ABC, Generic[Content]):
         """Lay pieces end to end."""
 
 
-class Packer(ItemLine[Documents]):
-    """Sequences of `length` tokens. The last one may be filled up with `pad_id`.
-
-    The first block contains the rows of block `start` from `start.position` on: a row that was read in part is given whole
-    again. Each column is [count, length]:
-
-    tokens: the token ids, and `pad_id` in padding.
-    document: 1, 2, 3, ... within each sequence, 0 for padding. Tokens attend to tokens of their own document only.
-    position: restarts at 0 with each document, and with each sequence: the beginning of a document that is continued from
-        the sequence before cannot be attended to any more.
-    """
-
-    def __init__(
-        self,
-        blocks: Iterable[tuple[int, int, Documents]],
-        *,
-        length: int,
-        start: Cursor = BEGINNING,
-        drain: bool = True,
-        pad_id: int = 0,
-        close: Callable[[], None] = lambda: None,
-    ) -> None:
-        if length < 1:
-            raise SpecInvalid(f"expected sequences of at least 1 token, found length {length!r}")
-        super().__init__(blocks, length=length, start=start, drain=drain, close=close)
-        self._pad_id = pad_id
-
-    def _columns(self, pieces: list[Piece[Documents]], items: int) -> dict[str, Array]:
-        shape = (-(-items // self._length), self._length)
-        if not pieces:
-            return {name: np.zeros(shape, np.int32) for name in ("tokens", "document", "position")}
-        tokens = _end_to_end([content.values[first:stop] for content, first, stop in pieces])
-        starts = _starts(pieces, items, self._length)
-        lengths = np.append(starts[1:], items) - starts
-        # Where a document begins with a sequence there are two starts; the first one has no length, and the number 0.
-        first = starts.searchsorted(starts - starts % self._length, side="right") - 1
-        number = (np.arange(1, len(starts) + 1) - first).astype(np.int32)
-        position = np.arange(items, dtype=np.int32) - starts.astype(np.int32).repeat(lengths)
-        return {
-            "tokens": _shaped(tokens, shape, self._pad_id),
-            "document": _shaped(number.repeat(lengths), shape, 0),
-            "position": _shaped(position, shape, 0),
-        }
-
-
 class Sampler(ItemLine[Samples]):
     """Samples without packing."""
 
     def _columns(self, pieces: list[Piece[Samples]], items: int) -> dict[str, Array]:
         names = pieces[0][0].columns if pieces else ()
-        return {name: _end_to_end([each.columns[name][low:high] for each, low, high in pieces]) for name in names}
+        return {name: join_pieces([each.columns[name][low:high] for each, low, high in pieces]) for name in names}
 
 
-Stream = RowStream | ItemLine[Documents] | ItemLine[Samples]
+class Packing(Protocol):
+    """Packing of the documents of a leg. The entry of the door is called with a leg's `LegSequences` and `LegTokenizer`."""
+
+    def prepare(
+        self,
+        live: pa.Table,
+        positions: Ints,
+        *,
+        column: str,
+        transform: Transform | None,
+        reject: Reject,
+        check: bool,
+    ) -> Items:
+        """Return the documents of a block's live rows, for `line`. Arguments and errors are as of `samples_of`."""
+
+    def line(
+        self, blocks: Iterable[tuple[int, int, Any]], *, start: Cursor, drain: bool, close: Callable[[], None]
+    ) -> ItemLine[Any]:
+        """Return the line of sequences from the cursor `start` on."""
+
+
+def open_packing(sequences: LegSequences, tokenizer: LegTokenizer | None) -> Packing:
+    """Return the packing of a leg's documents. Raise `BadInput` if no extension packs them."""
+    found: Packing = PACKINGS.load("documents", setting="sequences.length")(sequences, tokenizer)
+    return found
+
+
+Stream = RowStream | ItemLine[Any]
 """Samples of a key group from a source."""
 
 
-def _starts(pieces: list[Piece[Documents]], items: int, length: int) -> Ints:
-    """Return where sequences and documents begin among tokens laid end to end, int64, sorted. If both do, twice."""
-    starts, base = [np.arange(0, items, length)], 0
-    for content, first, stop in pieces:
-        low, high = content.ends.searchsorted((first + 1, stop))
-        starts += [content.ends[low:high] + (base - first)]
-        base += stop - first
-        starts += [np.array([base])]
-    starts.pop()
-    return np.sort(np.concatenate(starts))
-
-
-def _shaped(flat: Array, shape: tuple[int, int], fill: int) -> Array:
-    missing = shape[0] * shape[1] - len(flat)
-    return (np.append(flat, np.full(missing, fill, flat.dtype)) if missing else flat).reshape(shape)
-
-
-def _end_to_end(parts: list[Array]) -> Array:
+def join_pieces(parts: list[Array]) -> Array:
+    """Return the pieces of an array as one."""
     return parts[0] if len(parts) == 1 else np.concatenate(parts)

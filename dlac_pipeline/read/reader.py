@@ -26,12 +26,12 @@ from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.plan.units import Ints
 from dlac_pipeline.read.assemble import assemble, assemble_run, shape_of
 from dlac_pipeline.read.batch import Batch
-from dlac_pipeline.read.documents import Documents, Kinds, Samples
 from dlac_pipeline.read.group import GroupBatch, GroupReader, GroupSlots, OpenStream
 from dlac_pipeline.read.line import Content
 from dlac_pipeline.read.memory import Buffers
-from dlac_pipeline.read.packing import ItemLine, Packer, Sampler, Stream
+from dlac_pipeline.read.packing import ItemLine, Sampler, Stream
 from dlac_pipeline.read.prefetch import Prefetcher
+from dlac_pipeline.read.samples import Items, Kinds
 from dlac_pipeline.read.streams import BlockWalk, Columns, RowStream, SourceBlocks, size_of_segments
 from dlac_pipeline.rows.columns import Array, ColumnKind
 
@@ -363,10 +363,10 @@ def _opener(
     if not leg.streamed[index]:
         blocks = SourceBlocks(index, order, prefetch, source.segments, size_of_segments, portions=True)
         return lambda group, cursor: RowStream(blocks.walk(group, cursor), cursor)
-    if leg.sequences.length:
-        documents, sequences = source.to_documents(leg.sequences, opened.tokenizer), leg.sequences
-        packer = partial(Packer, length=sequences.length, drain=not leg.following, pad_id=sequences.pad_id)
-        return _open_items(SourceBlocks(index, order, prefetch, documents, _nbytes), packer)
+    if opened.packing is not None:
+        documents = source.to_documents(leg.sequences, opened.packing)
+        line = partial(opened.packing.line, drain=not leg.following)
+        return _open_items(SourceBlocks(index, order, prefetch, documents, _nbytes), line)
     return _open_items(SourceBlocks(index, order, prefetch, source.to_samples(first), _nbytes), Sampler)
 
 
@@ -398,5 +398,5 @@ def _numbered(walk: BlockWalk[Content], blocks: SourceBlocks[Content]) -> Iterat
         yield row_range.pass_index, row_range.block.index, content
 
 
-def _nbytes(prepared: Documents | Samples) -> int:
+def _nbytes(prepared: Items) -> int:
     return prepared.nbytes

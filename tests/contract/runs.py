@@ -17,8 +17,8 @@ from blake3 import blake3
 
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.plan.legs.choice import first_leg, requested_leg
-from dlac_pipeline.plan.legs.follow import LegRequest, next_leg
 from dlac_pipeline.plan.legs.leg import Leg
+from dlac_pipeline.plan.legs.next_leg import LegRequest, next_leg
 from dlac_pipeline.plan.order import LegOrder, ReaderState
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.plan.planner import make_plan

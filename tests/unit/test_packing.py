@@ -9,11 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dlac_pipeline.extensions.sequences.documents import Documents, documents_of
+from dlac_pipeline.extensions.sequences.packing import Packer
 from dlac_pipeline.lakehouse.errors import CursorMismatch
 from dlac_pipeline.plan.source_order import Cursor
-from dlac_pipeline.read.documents import Documents, Samples, documents_of, source_rows
 from dlac_pipeline.read.line import BlockAdvance, merge
-from dlac_pipeline.read.packing import BEGINNING, Packer, Sampler
+from dlac_pipeline.read.packing import BEGINNING, Sampler
+from dlac_pipeline.read.samples import Samples, source_rows
 from tests.takes import Taken, take
 
 EXAMPLES = settings(max_examples=50, deadline=None)

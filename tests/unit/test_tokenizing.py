@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import processors
 
+from dlac_pipeline.extensions.sequences import tokenizing
+from dlac_pipeline.extensions.sequences.documents import Encoding, documents_of
+from dlac_pipeline.extensions.sequences.tokenizing import load_tokenizer
 from dlac_pipeline.lakehouse.errors import TokenizerUnreadable
-from dlac_pipeline.read.documents import Encoding, documents_of
-from dlac_pipeline.rows import tokenizing
-from dlac_pipeline.rows.tokenizing import load_tokenizer
 from dlac_pipeline.rows.transform import RowRejected
 from examples.corpus.tokenizer import END_OF_DOCUMENT, save_tokenizer, tokenizer_digest, train_tokenizer
 

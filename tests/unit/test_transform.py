@@ -11,8 +11,9 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dlac_pipeline.extensions.sequences.documents import Encoding, documents_of
 from dlac_pipeline.lakehouse.errors import NoSuchColumn, SpecInvalid, TransformFailed, UnsupportedColumn
-from dlac_pipeline.read.documents import Encoding, documents_of, samples_of
+from dlac_pipeline.read.samples import samples_of
 from dlac_pipeline.rows.transform import ROW, Reject, RowRejected, Transform, load_transform, transform_rows
 
 EXAMPLES = settings(max_examples=100, deadline=None)

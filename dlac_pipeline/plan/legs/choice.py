@@ -3,11 +3,12 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from pyiceberg.schema import Schema
 from pyiceberg.types import IntegerType, ListType, LongType, StringType
 
+from dlac_pipeline.lakehouse.doors import Door
 from dlac_pipeline.lakehouse.errors import NoSuchColumn, ResumeMismatch, SpecInvalid, UnsupportedColumn
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.iceberg.row_groups import NO_CHECKS, ColumnChecks
@@ -18,14 +19,31 @@ from dlac_pipeline.plan.plan import Plan
 from dlac_pipeline.plan.planner import check_source, make_plan
 from dlac_pipeline.plan.source_order import SourceStart
 from dlac_pipeline.rows.columns import ColumnKind, kinds_of
-from dlac_pipeline.rows.tokenizing import load_tokenizer
 from dlac_pipeline.rows.transform import load_transform
 from dlac_pipeline.spec.job_spec import JobSpec, SequenceSpec, SourceSpec
 
+TOKENIZERS = Door("dlac.tokenizers", "tokenizer library")
 _PLANNED = ("table_uuid", "snapshot_id", "schema_id", "plan_id")
 """Fields of a plan's row that a leg binds."""
 Progress = Callable[[int, int, int], None]
 """Callback for progress: the place of the source, its data files whose footers are read, and all its data files."""
+
+
+class LegTokenizer(Protocol):
+    """A tokenizer of `sequences.tokenizer`, of an extension, for the packing of that extension."""
+
+    @property
+    def digest(self) -> str:
+        """Return the digest that a leg binds. It identifies the tokens of every text."""
+
+    def token_id(self, token: str) -> int:
+        """Return the number of a token by its text. Raise `TokenizerUnreadable` if there is no such token."""
+
+
+def open_tokenizer(name: str) -> LegTokenizer:
+    """Return the tokenizer of a file or of a name. Raise `TokenizerUnreadable`, or `BadInput` if no extension loads one."""
+    found: LegTokenizer = TOKENIZERS.load("fast", setting="sequences.tokenizer")(name)
+    return found
 
 
 def plan_sources(
@@ -70,7 +88,7 @@ def check_readable(lakehouse: Lakehouse, spec: JobSpec) -> None:
     sequences_of(spec.sequences, spec.source)
     if spec.sequences.tokenizer and not spec.sequences.length:
         # a wrong path is a mistake, although rows are samples and the tokenizer is not used
-        load_tokenizer(spec.sequences.tokenizer)
+        open_tokenizer(spec.sequences.tokenizer)
     known: dict[str, dict[str, ColumnKind]] = {}
     for source in spec.sources:
         table = load_version(lakehouse, source.table, source.snapshot_id)
@@ -187,7 +205,7 @@ def sequences_of(spec: SequenceSpec, first: SourceSpec) -> LegSequences:
     """Return how documents become sequences, with tokens by number. Raises `TokenizerUnreadable`."""
     if not spec.length:
         return LegSequences()
-    tokenizer = load_tokenizer(spec.tokenizer) if spec.tokenizer else None
+    tokenizer = open_tokenizer(spec.tokenizer) if spec.tokenizer else None
 
     def number(token: int | str) -> int | None:
         if isinstance(token, int):

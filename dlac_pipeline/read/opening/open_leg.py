@@ -6,7 +6,7 @@ from itertools import groupby, islice
 
 import numpy as np
 
-from dlac_pipeline.plan.legs.choice import check_alike
+from dlac_pipeline.plan.legs.choice import check_alike, open_tokenizer
 from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.order import LegOrder, ReaderState
 from dlac_pipeline.plan.plan import Plan, Plans
@@ -15,11 +15,11 @@ from dlac_pipeline.plan.source_order import RowRange
 from dlac_pipeline.plan.units import UnitTable
 from dlac_pipeline.read.memory import Buffers
 from dlac_pipeline.read.opening.open_source import OpenSource, changed_since_plan, open_source
+from dlac_pipeline.read.packing import Packing, open_packing
 from dlac_pipeline.read.prefetch import Prefetcher
 from dlac_pipeline.read.reader import BatchReader, Exchange, ReadStart, alone, open_streams
 from dlac_pipeline.read.streams import Columns
 from dlac_pipeline.rows.columns import Column, ColumnKind
-from dlac_pipeline.rows.tokenizing import Tokenizer, load_tokenizer
 from dlac_pipeline.spec.job_spec import JobSpec
 
 
@@ -33,7 +33,8 @@ class OpenLeg:
     units: Mapping[str, UnitTable]
     """Plan id -> its units."""
     sources: tuple[OpenSource, ...]
-    tokenizer: Tokenizer | None
+    packing: Packing | None
+    """None: the samples are no packed documents."""
 
     def order_apart(self) -> LegOrder:
         """Return the same order again, for another thread: an order computes its cuts on demand."""
@@ -143,8 +144,9 @@ def open_leg(plans: Plans, leg: Leg, spec: JobSpec) -> OpenLeg:
         table, snapshots = plans.lakehouse.load(source.table), {plan.row.snapshot_id for plan in own.values()}
         sources.append(open_source(table, source, mine, snapshots, packed=bool(leg.sequences.length)))
     check_alike({source.leg.name: source.kinds for source in sources if source.kinds})
-    tokenizer = load_tokenizer(spec.sequences.tokenizer) if leg.sequences.tokenizer else None
+    tokenizer = open_tokenizer(spec.sequences.tokenizer) if leg.sequences.tokenizer else None
     if tokenizer is not None and tokenizer.digest != leg.sequences.tokenizer:
         raise changed_since_plan("tokenizer", spec.sequences.tokenizer)
     units = {plan_id: plan.units for plan_id, plan in read.items()}
-    return OpenLeg(leg=leg, spec=spec, order=leg.order(units), units=units, sources=tuple(sources), tokenizer=tokenizer)
+    packing = open_packing(leg.sequences, tokenizer) if leg.sequences.length else None
+    return OpenLeg(leg=leg, spec=spec, order=leg.order(units), units=units, sources=tuple(sources), packing=packing)

@@ -15,15 +15,15 @@ from dlac_pipeline.plan.legs.leg import LegSequences, LegSource
 from dlac_pipeline.plan.source_order import RowRange
 from dlac_pipeline.read.assemble import as_span
 from dlac_pipeline.read.blocks import BlockDecoder, open_decoder
-from dlac_pipeline.read.documents import Documents, Encoding, Kinds, Samples, documents_of, samples_of
 from dlac_pipeline.read.joining import take_rows
 from dlac_pipeline.read.layout import Segment, lay_out
+from dlac_pipeline.read.packing import Packing
+from dlac_pipeline.read.samples import Items, Kinds, Samples, samples_of
 from dlac_pipeline.rows.columns import Column, ColumnKind, Flags, kinds_of, of_one_shape, to_column
-from dlac_pipeline.rows.tokenizing import Tokenizer
 from dlac_pipeline.rows.transform import Transform, load_transform
 from dlac_pipeline.spec.job_spec import SourceSpec
 
-Made = TypeVar("Made", Samples, Documents)
+Made = TypeVar("Made", bound=Items)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,15 +52,10 @@ class OpenSource:
         """Return the preparation of blocks whose samples a transform makes, of the `first` kinds of its leg."""
         return self._preparation(partial(samples_of, first=first))
 
-    def to_documents(self, sequences: LegSequences, tokenizer: Tokenizer | None) -> Callable[[RowRange], Documents]:
+    def to_documents(self, sequences: LegSequences, packing: Packing) -> Callable[[RowRange], Items]:
         """Return the preparation of blocks whose rows are documents."""
         known = self.transform is not None or sequences.column in self.leg.columns
-        make = partial(
-            documents_of,
-            column=sequences.column if known else self.leg.columns[0],
-            encoding=Encoding(tokenizer=tokenizer, begin_id=sequences.begin_id, end_id=sequences.end_id),
-        )
-        return self._preparation(make)
+        return self._preparation(partial(packing.prepare, column=sequences.column if known else self.leg.columns[0]))
 
     def _preparation(self, make: Callable[..., Made]) -> Callable[[RowRange], Made]:
         """Return the preparation of blocks by a function of a block's live rows.

@@ -13,8 +13,8 @@ from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, way_out
 from dlac_pipeline.plan.legs.choice import check_same_tables, check_sources, first_leg, plan_sources, requested_leg
 from dlac_pipeline.plan.legs.committed_leg import first_leg_of, leg_of, replays_of
-from dlac_pipeline.plan.legs.follow import LegRequest, leaving_out, next_leg
 from dlac_pipeline.plan.legs.leg import Leg, describe_differences
+from dlac_pipeline.plan.legs.next_leg import LegRequest, leaving_out, next_leg
 from dlac_pipeline.plan.order import reader_state_of
 from dlac_pipeline.plan.plan import Plans, is_plan_of
 from dlac_pipeline.spec.job_spec import JobSpec

@@ -5,19 +5,20 @@ as never dealt, so that later passes level the key groups.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import cache
 
 import numpy as np
 
-from dlac_pipeline.lakehouse.errors import EmptyPlan, ResumeMismatch
+from dlac_pipeline.lakehouse.errors import EmptyPlan
 from dlac_pipeline.lakehouse.iceberg.pins import hold
 from dlac_pipeline.lakehouse.iceberg.row_groups import FilesToRead, row_groups_of
 from dlac_pipeline.lakehouse.iceberg.snapshots import schema_id_of, snapshot_of
 from dlac_pipeline.lakehouse.iceberg.sources import load_version
 from dlac_pipeline.plan.cut import CutSettings
 from dlac_pipeline.plan.legs.changes import Changes, history_of
-from dlac_pipeline.plan.legs.leg import CHANGEABLE, Leg, LegSource, QuarantinedUnit, Unreadable, describe_differences
+from dlac_pipeline.plan.legs.leg import Leg, LegSource, QuarantinedUnit, Unreadable
+from dlac_pipeline.plan.legs.next_leg import LegRequest
 from dlac_pipeline.plan.order import ReaderState
 from dlac_pipeline.plan.plan import Plan, Plans
 from dlac_pipeline.plan.planner import exclude_rows, make_plan
@@ -29,30 +30,10 @@ Dead = dict[int, Ints]
 """Unit -> sorted offsets of rows that are skipped."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LegRequest:
-    """Request for the leg after a checkpoint."""
-
-    requested: Leg
-    repin: bool
-    """True to continue with the changes of followed tables since they were planned."""
-    unreadable: tuple[Unreadable, ...] = ()
-    """Row groups to leave out from now on."""
-
-
-def next_leg(plans: Plans, spec: JobSpec, leg: Leg, request: LegRequest, *, step: int, state: ReaderState) -> Leg:
-    """Return the leg after `leg` at `step`, where the cursors are `state`, or `leg` itself if nothing would change.
-
-    Raises:
-        ResumeMismatch: the spec requests a change that no leg allows.
-        AppendHistoryLost: appended rows cannot be identified any more.
-        EmptyPlan: the exclusions leave no row of a source that is read in several passes.
-    """
+def change_leg(plans: Plans, spec: JobSpec, leg: Leg, request: LegRequest, *, step: int, state: ReaderState) -> Leg:
+    """Return the leg after `leg` as `next_leg` does, for a request that may change something."""
     requested, repin, unreadable = request.requested, request.repin, request.unreadable
-    check_changeable(leg, requested)
     changed = requested.bound() != leg.bound()
-    if not (changed or unreadable or (repin and leg.following)):
-        return leg
     sources, emptied = [], []
     for index, (source, mine, wanted) in enumerate(zip(spec.sources, leg.sources, requested.sources, strict=True)):
         turn = _SourceTransition(plans, source, mine, wanted, leg.cut_settings(index))
@@ -69,18 +50,6 @@ def next_leg(plans: Plans, spec: JobSpec, leg: Leg, request: LegRequest, *, step
     if not changed:
         return leg  # else a new one even if no source has enough for a batch: the old one would read rows that are gone
     return replace(requested, index=leg.index + 1, start_step=step, sources=tuple(sources))
-
-
-def check_changeable(leg: Leg, requested: Leg) -> None:
-    """Raise `ResumeMismatch`, which names each difference, if `requested` changes what no new leg may change."""
-    differing = leg.differences(requested)
-    fixed = {name: both for name, both in differing.items() if name.rpartition(": ")[2] not in CHANGEABLE}
-    if fixed:
-        raise ResumeMismatch(
-            f"a new leg may change {', '.join(CHANGEABLE)}; of what leg {leg.index} binds it cannot "
-            f"change:\n{describe_differences(fixed)}\n"
-            "give the committed values again, or start a run under another name"
-        )
 
 
 class _SourceTransition:
@@ -269,10 +238,8 @@ def _past_dead(order: SourceOrder, group: int, cursor: Cursor) -> Cursor:
     return cursor if alive else Cursor(cursor.pass_index, cursor.block, cursor.position + 1)
 
 
-def leaving_out(plans: Plans, spec: JobSpec, leg: Leg, unreadable: Sequence[Unreadable]) -> Leg:
-    """Return a run's first leg without these row groups, or `leg` itself if it has none of them."""
-    if not unreadable:
-        return leg
+def leave_out(plans: Plans, spec: JobSpec, leg: Leg, unreadable: Sequence[Unreadable]) -> Leg:
+    """Return a run's first leg without these row groups."""
     sources = []
     for index, (source, mine) in enumerate(zip(spec.sources, leg.sources, strict=True)):
         turn = _SourceTransition(plans, source, mine, mine, leg.cut_settings(index))

@@ -1,0 +1,1 @@
+"""Sequences of tokens: documents are tokenized, and packed end to end."""
