@@ -220,6 +220,8 @@ class MemorySaves:
             if self._last is not None:
                 self._last.hold(lambda: self._sealed(engine, rows), losses, step_s=self._pace.step_s)
         except Exception as err:  # whatever a part of the script's state does
+            if self._last is not None:
+                self._last.drop()
             self._last, self._is_held = None, False
             found = f"found {type(err).__name__}: {err}; a failure repeats the steps since the last state in memory"
             self._report_problem(f"expected to hold the last step in memory, {found}")

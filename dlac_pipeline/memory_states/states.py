@@ -334,9 +334,10 @@ def held_file(folder: Path, rank: int) -> Path:
     return folder / f"held.{rank:05d}"
 
 
-def hold_part(folder: Path, rank: int, content: bytes) -> None:
-    """Write a rank's part of the last step."""
-    _write(held_file(folder, rank), content)
+def hold_part(folder: Path, rank: int, content: bytes) -> Path:
+    """Write a rank's part of the last step. Return its file."""
+    _write(path := held_file(folder, rank), content)
+    return path
 
 
 def all_hold(folder: Path, ranks: Iterable[int]) -> bool:

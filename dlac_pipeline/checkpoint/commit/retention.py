@@ -210,7 +210,7 @@ class Retention:
             checkpoint_id, attempt, staged = named.get(name), attempt_of(name), _STAGED.search(name)
             if checkpoint_id in out and name not in referred:
                 yield below(run, name)
-            elif checkpoint_id is None and attempt is not None and staged is not None:
+            elif checkpoint_id is None and name not in referred and attempt is not None and staged is not None:
                 step, nonce, group = staged.groups()
                 is_over = attempt < self._attempt or (attempt == self._attempt and group and int(step) <= newest)
                 mine = nonce in self._nonces  # not of a run of this name in another lakehouse

@@ -3,7 +3,7 @@
 import copy
 import operator
 import sys
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,8 @@ class TorchState(Engine):
 
     def save_equal(self, folder: Path, write: Write, changed: Mapping[str, Any]) -> None:
         """Save the part of the state that is equal on all ranks, with an earlier result of `changing`, if it is not empty."""
+        if changed and changed.keys() != self._parts.keys():
+            raise SpecInvalid(f"expected the parts {sorted(self._parts)!r} on rank 0, found {sorted(changed)!r}")
         states = {name: _bare_state(part) for name, part in self._parts.items()}
         for name, state in states.items():
             if is_sharded(state):
@@ -74,16 +76,19 @@ class TorchState(Engine):
         self.write_parts(folder, write, states)
 
     def changing(self) -> dict[str, Any]:
-        """Return by part what scripts change between two steps of its optimizers: all but parameters and optimizers' tensors."""
-        return {name: _changing(part) for name, part in self._parts.items()}
+        """Return by part what scripts change between two steps of its optimizers: all but weights and optimizers' tensors.
 
-    def versions(self) -> list[tuple[int, int]]:
-        """Return version and address of each tensor that is not in `changing`."""
+        Modules without a weight in an optimizer, such as averages, are whole in it. They may be of rank 0 only.
+        """
+        trained = {each for part in self.optimizers() for group in part.param_groups for each in group["params"]}
+        return {name: _changing(part, trained) for name, part in self._parts.items()}
+
+    def held_tensors(self) -> list[torch.Tensor]:
+        """Return the tensors that are not in `changing`, and further ones of modules."""
         modules = [part for part in self._parts.values() if isinstance(part, Module)]
-        tensors: list[torch.Tensor] = [each for module in modules for each in module.parameters()]
         states = [each for part in self.optimizers() for values in part.state.values() for each in values.values()]
-        tensors += states if set(map(type, states)) == {torch.Tensor} else plain_tensors(states)
-        return [(each._version, each.data_ptr()) for each in tensors]
+        plain = states if set(map(type, states)) == {torch.Tensor} else plain_tensors(states)
+        return [*(each for module in modules for each in module.parameters()), *plain]
 
     def load(self, folder: Path, *, saved_world_size: int) -> None:
         """Every rank reads it, tensors and plain values only.
@@ -185,16 +190,24 @@ def is_sharded(state: Any) -> bool:
     return module is not None and isinstance(state, module.DTensor)
 
 
-def _changing(part: Any) -> Any:
+def _changing(part: Any, trained: Container[Parameter]) -> Any:
     if isinstance(part, Optimizer):
-        return [{key: each for key, each in group.items() if key != "params"} for group in part.param_groups]
-    return dict(saved_buffers(part)) if isinstance(part, Module) else part.state_dict()
+        return [{**group, "params": len(group["params"])} for group in part.param_groups]
+    if isinstance(part, Module) and any(each in trained for each in part.parameters()):
+        return dict(saved_buffers(part))
+    return _bare_state(part)
 
 
 def _with_changed(part: Any, state: Any, changed: Any) -> Any:
-    """Return the state of a part as it was when `changed` was taken. Raise `SpecInvalid` if a module has more than tensors."""
+    """Return the state of a part as it was when `changed` was taken. Raise `SpecInvalid` if something else has changed."""
     if isinstance(part, Optimizer):
-        groups = [{**group, **former} for group, former in zip(state["param_groups"], changed, strict=True)]
+        if [len(group["params"]) for group in state["param_groups"]] != [group["params"] for group in changed]:
+            raise SpecInvalid(
+                "expected as many parameters in each group of an optimizer as before its step, found others"
+            )
+        groups = [
+            {**former, "params": group["params"]} for group, former in zip(state["param_groups"], changed, strict=True)
+        ]
         return {**state, "param_groups": groups}
     if not isinstance(part, Module):
         return changed
