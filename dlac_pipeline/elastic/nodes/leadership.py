@@ -42,6 +42,7 @@ class Leadership:
         self._end: Message | None = None
         self._replaced: dict[int, Member] = {}
         """Slot of each lost member of this round that was replaced, and the node that took its place."""
+        self._replacements = 0
         self._last_call = rank_assignment.LastCall(launch, connection.now)
 
     def begin_last_call(self) -> None:
@@ -78,6 +79,9 @@ class Leadership:
             member = replace(lost, slot=slot, id=self._slots.peers[slot].id, offer=self._offers[slot], is_late=True)
             self._round.plan = plan.with_member(member)
             self._replaced[lost.slot] = member
+            self._replacements += 1
+            if lost.slot in self._slots.peers:  # it may wait for another place
+                self._slots.peers[lost.slot].entered = 0
         self._connection.hurry()
         return member
 
@@ -179,7 +183,7 @@ class Leadership:
 
     def _publish_plan(self, plan: RoundPlan) -> None:
         own = self._slots.own
-        self._published, self._replaced = {}, {}
+        self._published, self._replaced, self._replacements = {}, {}, 0
         self._publish(name_of_plan(plan.number, own), asdict(plan))
         parts = {f"member/{each.slot}": asdict(plan.part(each.place)) for each in plan.members}
         self._store.publish_all({name: {**part, "formed_by": own} for name, part in parts.items()})
@@ -190,12 +194,12 @@ class Leadership:
         A lost node that lives reads that it has no place.
         """
         with self._connection.lock:
-            plan, own, replaced = self._round.plan, self._slots.own, dict(self._replaced)
-        if plan is not None and len(replaced) > version:
+            plan, own, replaced, count = self._round.plan, self._slots.own, dict(self._replaced), self._replacements
+        if plan is not None and count > version:
             self._publish(name_of_plan(plan.number, own), asdict(plan))
             parts = {slot: asdict(plan.part(new.place)) for old, new in replaced.items() for slot in (old, new.slot)}
             self._store.publish_all({f"member/{slot}": {**part, "formed_by": own} for slot, part in parts.items()})
-        return len(replaced)
+        return count
 
     def _refuse_waiting(self) -> Message:
         """Return the refusal of waiting nodes that are for another job than the round that trains."""

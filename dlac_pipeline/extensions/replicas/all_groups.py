@@ -7,6 +7,7 @@ to its launch folder, where its own groups read it. The leader also writes the e
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -56,12 +57,8 @@ class FollowedGroups(ReplicaRanks):
             write_lighthouse(self.folder, address)
         self.note_elsewhere(leader.get("groups", {}), have_state=True, have_ended=leader.get("have_ended", False))
         self._sent = [*self._sent, *self._events.read_new()][-_EVENTS_SENT:]
-        return {
-            "groups": self.presence(),
-            "have_state": self.has_state(),
-            "have_ended": self.has_ended(),
-            "events": self._sent,
-        }
+        presence = {"groups": self.presence(), "have_state": self.has_state(), "have_ended": self.has_ended()}
+        return {**presence, "events": self._sent}
 
 
 class AllGroups(AllRanks):
@@ -120,14 +117,16 @@ class AllGroups(AllRanks):
         return {place: message for place, message in messages.items() if place not in self._lost_places}
 
     def _replace_lost(self) -> Iterator[Event]:
-        for place in self._lost_places:
+        for place in [*self._lost_places]:
             if place not in self._vacant:
                 self._vacant.add(place)
                 message = f"node {self._round.hosts[place]} sent no heartbeat for {self._round.silent_s(place):.0f} s"
-                for group in self._groups_of(place):
-                    first = group * self.own.launch.ranks_per_replica
-                    yield self.own.note_lost(group, Exit(rank=first, code=1, kind=LOST, message=message))
+                lost, each = Exit(rank=0, code=1, kind=LOST, message=message), self.own.launch.ranks_per_replica
+                yield from (
+                    self.own.note_lost(group, replace(lost, rank=group * each)) for group in self._groups_of(place)
+                )
             if not self.own.ends() and self._round.fill_place(place):
+                self._lost_places.remove(place)
                 self._vacant.discard(place)
                 self._late.add(place)
         self._vacant &= {*self._lost_places}

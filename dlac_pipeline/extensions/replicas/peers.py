@@ -145,10 +145,11 @@ class NodeWatch:
                         _close_connections(host.strip("[]"))
 
     def _lost(self, status: str) -> set[str]:
-        """Return the addresses of other nodes of which no process sends heartbeats, by the page of the lighthouse."""
+        """Return the addresses of nodes, except the lighthouse's, of which no process sends heartbeats, by its page."""
         self._hosts |= dict(_MEMBER.findall(status))
         seen = [name for name, seconds in _SEEN.findall(status) if float(seconds) < HEARTBEAT_TIMEOUT_S]
-        return {*self._hosts.values()} - {self._hosts.get(name, "") for name in seen} - {self._address}
+        answers = self._lighthouse().partition("//")[2].rpartition(":")[0]
+        return {*self._hosts.values()} - {self._hosts.get(name, "") for name in seen} - {self._address, answers}
 
 
 def _close_connections(host: str) -> None:
