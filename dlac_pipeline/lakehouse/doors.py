@@ -42,12 +42,13 @@ class Door:
 
         Raise `BadInput` if no entry has the name, or two distributions have one.
         """
-        named = {(point.value, point.dist and point.dist.name) for point in entry_points(group=self.group, name=name)}
+        points: list[EntryPoint] = [*entry_points(group=self.group, name=name)]
+        named = {(point.value, point.dist and point.dist.name) for point in points}
         if len(named) > 1:
             values = sorted(value for value, _ in named)
             raise BadInput(f"expected one {self.noun} {name!r}, found {values!r}: uninstall one of their distributions")
-        if named:
-            return self.points()[name]
+        if points:
+            return points[0]
         known = sorted({*others, *self.points()})
         close = get_close_matches(name, known, n=1)
         meant = f"did you mean {close[0]!r}? Installed are" if close else "installed are"

@@ -242,6 +242,10 @@ def test_spare_takes_place_in_the_round(start: Callable[..., NodeHeartbeat]) -> 
     round_of(spare).publish({"says": "here"})
     wait_until(lambda: leading.message_of(1).get("says") == "here", what="the spare's message")
     assert not leading.lost_nodes()
+    other.seek(offer("b"))
+    spare.close(leaves=True)
+    wait_until(lambda: 1 in leading.lost_nodes(), what="the spare's departure")
+    wait_until(lambda: leading.fill_place(1), what="the node that had the place before")
 
 
 def test_other_job_is_refused(start: Callable[..., NodeHeartbeat]) -> None:

@@ -80,8 +80,6 @@ class Leadership:
             self._round.plan = plan.with_member(member)
             self._replaced[lost.slot] = member
             self._replacements += 1
-            if lost.slot in self._slots.peers:  # it may wait for another place
-                self._slots.peers[lost.slot].entered = 0
         self._connection.hurry()
         return member
 

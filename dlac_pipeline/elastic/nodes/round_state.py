@@ -90,8 +90,10 @@ class RoundState:
     def has_moved_on(self, slot: int) -> bool:
         """Return True if another member has taken part in this round and has left it. Known to the leader."""
         with self._connection.lock:
-            peer, number = self._slots.peers.get(slot), 0 if self.plan is None else self.plan.number
-            return peer is not None and peer.entered == number and peer.record.get("round") != number
+            peer, plan = self._slots.peers.get(slot), self.plan
+            if peer is None or plan is None or slot not in [member.slot for member in plan.members]:
+                return False
+            return peer.entered == plan.number and peer.record.get("round") != plan.number
 
     def members_before(self) -> list[int]:
         """Return the slots of the last round, as far as this node knows it: one that did not lead it reads its plan now."""

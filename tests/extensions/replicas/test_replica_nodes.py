@@ -59,18 +59,26 @@ def wait_for_new_process(network: Network, run: str, rank: int, before: int) -> 
     wait_until(is_new, what=f"a new process of rank {rank}", within_s=120)
 
 
-@pytest.mark.parametrize("lost", ["node", "node-and-newcomer", "node-of-shards", "process"])
+@pytest.mark.parametrize("lost", ["node", "node-and-newcomer", "node-of-shards", "process", "only-process"])
 def test_groups_elsewhere_train_on(network: Network, lost: str) -> None:
     """A follower or one of its processes is lost: no other process is replaced, each row is trained once, and newcomers heal."""
-    run, shards = f"lose-{lost}", {"replicas": 2, "ranks_per_replica": 2, "sharded": 1}
-    spec = job_of_groups(network, run, **shards if lost == "node-of-shards" else {})
+    run, changes = f"lose-{lost}", {}
+    if lost == "node-of-shards":
+        changes = {"replicas": 2, "ranks_per_replica": 2, "sharded": 1}
+    elif lost == "only-process":  # of the leader's node, where the lighthouse is
+        changes = {"replicas": 2}
+    spec, ranks = job_of_groups(network, run, **changes), 2 if lost == "only-process" else 4
     for name in ("ra", "rb"):
         network.join(f"dlac-{name}", spec)
-    wait_until(lambda: all(committed(network, run, rank) > 12 for rank in range(4)), what="all groups", within_s=120)
+    wait_until(
+        lambda: all(committed(network, run, rank) > 12 for rank in range(ranks)), what="all groups", within_s=120
+    )
     leader = network.leader()
     victim = next(each for each in network.launches if each is not leader)
-    before = max(committed(network, run, rank) for rank in range(4))
-    if lost == "process":
+    before = max(committed(network, run, rank) for rank in range(ranks))
+    if lost == "only-process":
+        os.kill(network.launches[leader].of("attempt")[-1]["pids"][0], signal.SIGKILL)
+    elif lost == "process":
         os.kill(network.launches[victim].of("attempt")[-1]["pids"][1], signal.SIGKILL)
     else:
         network.lose(victim)
@@ -79,12 +87,12 @@ def test_groups_elsewhere_train_on(network: Network, lost: str) -> None:
             wait_until(lambda: network.launches[spare].of("attempt") != [], what="the newcomer", within_s=120)
             network.lose(spare)
             network.join("dlac-rd", spec)
-    wait_for_new_process(network, run, 3, before)
+    wait_for_new_process(network, run, 0 if lost == "only-process" else 3, before)
     network.launches[leader].process.send_signal(signal.SIGTERM)
     network.check_finished()
     journals = Journals(entries_of(network.arena, run))
     replaced = {rank for rank, pids in journals.processes.items() if len(pids) > 1}
-    assert replaced == ({3} if lost == "process" else {2, 3})
+    assert replaced == {"process": {3}, "only-process": {0}}.get(lost, {2, 3})
     assert audit_run(network.arena.lakehouse, run).exact
     assert [row.attempt for row in network.arena.rows(run, ClaimRow)] == [1]
     assert {row.outcome for row in recoveries_of(network.arena.lakehouse, run)} == {"rejoined"}
