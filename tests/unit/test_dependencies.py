@@ -42,7 +42,7 @@ PRIVATE_NAMES = {
         "torch.numa.binding._maybe_apply_numa_binding_to_current_process",
         "torch.utils._python_dispatch.is_traceable_wrapper_subclass",
     },
-    "torchft": {"_create_pg"},
+    "torchft": {"_create_pg", "torchft.checkpointing._serialization._streaming_load"},
 }
 """Distribution -> its private names that the product imports, reads or overrides."""
 
