@@ -8,9 +8,8 @@ from pydantic import Field
 
 from dlac_pipeline.lakehouse.config import home_folder
 from dlac_pipeline.lakehouse.errors import SpecInvalid
-from dlac_pipeline.spec.bounds import LONGEST_S
+from dlac_pipeline.spec.bounds import LONGEST_S, LOST_AFTER_S
 from dlac_pipeline.spec.spec_problems import Section, Timeout, Wait, validate
-from dlac_pipeline.supervise.liveness.launch_liveness import LOST_AFTER_S
 
 FILE = "orchestration.toml"
 

@@ -6,3 +6,5 @@ LONGEST_S = 315_360_000
 """Ten years: the longest time that is only compared."""
 MOST_STEPS = 10**12
 MOST_NODES = 65_536
+LOST_AFTER_S = 120.0
+"""Seconds of silence after which a launch on another node counts as lost."""

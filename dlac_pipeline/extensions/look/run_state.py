@@ -17,8 +17,9 @@ from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.older_ledger import check_ledger
 from dlac_pipeline.lakehouse.ledger.recoveries import Recovery, recoveries_of
 from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, NODES, LedgerRow, Purpose
+from dlac_pipeline.spec.bounds import LOST_AFTER_S
 from dlac_pipeline.supervise import claims
-from dlac_pipeline.supervise.liveness.launch_liveness import LOST_AFTER_S, liveness_of
+from dlac_pipeline.supervise.liveness.launch_liveness import liveness_of
 from dlac_pipeline.supervise.liveness.run_lock import lock_path
 from dlac_pipeline.supervise.ranks.rank_events import read_ending, read_total_steps
 

@@ -44,7 +44,8 @@ from dlac_pipeline.lakehouse.ledger.plans import append_own
 from dlac_pipeline.lakehouse.maintenance.expiry import committing
 from dlac_pipeline.lakehouse.retrying import rereading, retrying
 from dlac_pipeline.lakehouse.store_files import StoreFiles
-from dlac_pipeline.supervise.liveness.launch_liveness import LOST_AFTER_S, liveness_of
+from dlac_pipeline.spec.bounds import LOST_AFTER_S
+from dlac_pipeline.supervise.liveness.launch_liveness import liveness_of
 
 _LEDGER = "consumption"
 _LOST = (errors.NoSuchTable, errors.MetadataLost, errors.LedgerOlderThanStore, errors.TableDamaged)

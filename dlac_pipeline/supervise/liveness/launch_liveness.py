@@ -23,12 +23,11 @@ from dlac_pipeline.lakehouse.errors import RunBusy
 from dlac_pipeline.lakehouse.ledger import typed_rows
 from dlac_pipeline.lakehouse.ledger.run_rows import claim_of, fence_of_rows, finished_of_rows
 from dlac_pipeline.lakehouse.ledger.typed_rows import NODES, LedgerRow
+from dlac_pipeline.spec.bounds import LOST_AFTER_S
 from dlac_pipeline.supervise.claims import claimed_by, last_reason, left_in_order
 from dlac_pipeline.supervise.liveness.heartbeat import read_heartbeats
 from dlac_pipeline.supervise.liveness.run_lock import lock_path
 
-LOST_AFTER_S = 120.0
-"""Seconds of silence after which a launch on another node counts as lost."""
 if TYPE_CHECKING:
     from dlac_pipeline.spec.job_spec import JobSpec
 
