@@ -77,9 +77,8 @@ def main() -> None:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
 
-    socket.gethostname = lambda: (
-        _ADDRESS
-    )  # torchft's server of states has that address, and a namespace's name has none
+    # torchft's server of states has the address of this name, and a namespace's name has none
+    socket.gethostname = lambda: _ADDRESS
     store = TCPStore(_ADDRESS, 0, is_master=True, wait_for_workers=False)
     manager: Any = torchft.Manager(
         pg=torchft.ProcessGroupGloo(timeout=_LIMIT),

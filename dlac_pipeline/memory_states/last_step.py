@@ -189,8 +189,6 @@ def _view(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
 
 def last_step_of(folder: Path, engine: Engine, gate: StepGate, write: Callable[[Path, Any], int]) -> LastStep | None:
     """Return the last step of a rank, or None if its state may differ from that of other ranks. Arguments as of `LastStep`."""
-    if (
-        isinstance(engine, TorchState) and type(engine).save is TorchState.save
-    ):  # a class of the script's own may save more
-        return LastStep(folder, engine, gate, write)
-    return None
+    # a class of the script's own may save more
+    is_plain = isinstance(engine, TorchState) and type(engine).save is TorchState.save
+    return LastStep(folder, engine, gate, write) if isinstance(engine, TorchState) and is_plain else None

@@ -127,8 +127,8 @@ def test_useless_rewind_is_refused(arena: Arena) -> None:
     file.write_bytes(content[:-1])
     refused(errors.CheckpointDamaged, "expected .* bytes in", step=20)
     file.write_bytes(content)
-    with pytest.raises(errors.NoSuchRun, match="expected a run named 'nobody'"):
-        rewind_run(arena.lakehouse, "nobody", nonce="op", step=20)
+    with pytest.raises(errors.NoSuchRun, match="expected a run named 'missing'"):
+        rewind_run(arena.lakehouse, "missing", nonce="op", step=20)
     rewind_run(arena.lakehouse, "r", nonce="op1", step=40, exclude=["even = true"])  # the head, but with less to read
     before = arena.rows("r")
     refused(errors.SpecInvalid, "nothing to rewind", step=40, exclude=["even = true"])
