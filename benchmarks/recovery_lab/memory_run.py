@@ -58,11 +58,11 @@ SIZES = {
     ),
     "100M": Size(
         hidden=4096, layers=6, batch=8, memory_steps=0, checkpoint_s=600, kills=20, quick_kills=2, sharded=False, calm_steps=60,
-        recovery_bar="<= 2.5",
+        recovery_bar="<= 2.0",
     ),
     "400M": Size(
         hidden=8192, layers=6, batch=8, memory_steps=1, checkpoint_s=3600, kills=4, quick_kills=2, sharded=True, calm_steps=0,
-        recovery_bar="<= 10",
+        recovery_bar="<= 8",
     ),
     "5GB": Size(
         hidden=256, layers=1, batch=64, memory_steps=1, checkpoint_s=3600, kills=4, quick_kills=2, sharded=True, calm_steps=0,

@@ -16,6 +16,8 @@ NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
 """Variable with the network interface of NCCL, which finds one automatically on several nodes."""
 GROUP_SETTINGS = {"TORCH_GLOO_LAZY_INIT": "1"}
 """Ranks connect when they first talk to each other. Else each group of n ranks begins with n * n questions to one store."""
+HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
+"""PyTorch requests huge pages for tensors of 2 MB or more in host memory. Else each step waits for the pages of its gradients."""
 _LOCK = threading.RLock()
 
 
@@ -24,7 +26,7 @@ def defaults_of(spec: JobSpec) -> dict[str, str]:
     # Ranks that all are on one node talk through loopback, where no other node reaches them.
     loopback = interface_of(LOOPBACK) if spec.launch.max_nodes == 1 else ""
     alone = {GLOO_INTERFACE: loopback, NCCL_INTERFACE: loopback} if loopback else {}
-    return {**ALLOCATOR_SETTINGS, **GROUP_SETTINGS, **alone, "OMP_NUM_THREADS": "1"}
+    return {**ALLOCATOR_SETTINGS, **GROUP_SETTINGS, **HUGE_PAGES, **alone, "OMP_NUM_THREADS": "1"}
 
 
 def environment_of(spec: JobSpec) -> dict[str, str]:
