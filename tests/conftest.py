@@ -223,9 +223,9 @@ class Arena:
 
     def journal(self, run: str, head: str | None = None) -> Steps:
         """Return the training function's journal of every step on the surviving lineage, or on another head's."""
-        written: dict[tuple[int, int], dict[int, list[int]]] = {}
+        written: dict[tuple[int, int], dict[int, dict[str, Any]]] = {}
         for entry in self.entries(run):
-            written.setdefault((entry["attempt"], entry["step"]), {})[entry["rank"]] = entry["rows"]
+            written.setdefault((entry["attempt"], entry["step"]), {})[entry["rank"]] = entry
         steps: Steps = {}
         last, claims = 0, self.rows(run, ClaimRow)
         for row in self.lineage(run, head):
@@ -236,10 +236,11 @@ class Arena:
                     sizes = [(row.world_size, row.readers)]
                 (expected, readers), ranks = sizes[0], written[trained, step]
                 assert sorted(ranks) == list(range(expected)), f"step {step}: ranks {sorted(ranks)} wrote"
-                firsts = range(0, expected, expected // (readers or expected))
-                for rank, rows in ranks.items():
-                    assert rows == ranks[rank - rank % firsts.step], f"step {step}: rank {rank} read other rows"
-                steps[step] = [row_id for rank in firsts for row_id in ranks[rank]]
+                shares: dict[int, list[int]] = {}
+                for rank, entry in sorted(ranks.items()):
+                    share = entry["reader"] if readers else rank
+                    assert entry["rows"] == shares.setdefault(share, entry["rows"]), f"step {step}: rank {rank} differs"
+                steps[step] = [row_id for share in sorted(shares) for row_id in shares[share]]
             last = row.step
         return steps
 

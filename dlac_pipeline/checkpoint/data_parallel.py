@@ -1,6 +1,6 @@
-"""Check that the ranks of a run are data-parallel: each has the whole model, or its shards, and another part of the batch.
+"""Check that the meshes and the model of a script are those of the run: launch.mesh, and data parallelism beside it.
 
-Ranks that share a batch would record its rows once for each rank, and pipeline stages would resume with the first stage.
+Ranks that share a batch against the spec would record its rows once for each rank, and stages would resume with the first one.
 """
 
 import gc
@@ -15,32 +15,36 @@ from torch.nn import Module
 from dlac_pipeline.checkpoint.collectives import RankTree, failing_together
 from dlac_pipeline.checkpoint.engines import Engine
 from dlac_pipeline.lakehouse.errors import ScriptInvalid
+from dlac_pipeline.spec.mesh_spec import MeshSpec
 
-_OTHER = frozenset({"tp", "pp", "cp", "sp", "ep", "etp", "tensor", "pipeline", "context", "sequence", "expert"})
-"""Names of mesh dimensions whose ranks share a batch, without "_parallel"."""
-_WAY_OUT = (
-    "train with data parallelism alone (DistributedDataParallel, fully_shard over all ranks, or a mesh of dp_replicate and "
-    "dp_shard); tensor, pipeline, context and expert parallelism are not supported yet"
-)
+_DIMENSIONS = {
+    **{"tp": "tp", "tensor": "tp", "sp": "tp", "sequence": "tp"},
+    **{"pp": "pp", "pipeline": "pp", "cp": "cp", "context": "cp"},
+}
+"""Name of a mesh dimension whose ranks share a batch, without "_parallel" -> its setting of launch.mesh."""
+_WAY_OUT = "set launch.mesh as the script splits the model, or train with data parallelism alone"
 _TOLERANCE = 0.05
 """Difference of the sums of two ranks' weights, in norms of them, that no rounding makes."""
 
 
-def check_layout(engine: Engine, tree: RankTree) -> None:
+def check_layout(engine: Engine, tree: RankTree, spec: MeshSpec) -> None:
     """Check the meshes of a script and the layout of its model before it is loaded. Collective.
 
-    Raise `ScriptInvalid` if a mesh has a dimension that is not data-parallel, or a rank has other parameters than rank 0.
+    Raise `ScriptInvalid` if a mesh splits the model otherwise than the spec, or a rank has other parameters than the first rank
+    of its stage.
     """
     if tree.world_size == 1:
         return
+    own = spec.coordinates(tree.rank, tree.world_size)
     with failing_together(tree, doing="checking the meshes of the script"):
-        for mesh in _live_meshes():
-            _check_names(mesh)
-        for name, parameter in _parameters(engine):
+        for mesh, name, size in shared_dimensions():
+            _check_dimension(mesh, name, size, spec, own)
+        for name, parameter in _parameters(engine) if spec.replica_ranks == 1 else ():
             _check_mesh(name, parameter, tree.world_size)
     if engine.name in ("torch", "dcp"):
         layout = [(name, list(parameter.shape), str(parameter.dtype)) for name, parameter in _parameters(engine)]
-        _compare(tree, layout, _other_layout)
+        # rank 0 saves what is replicated, so all ranks have the same of it
+        _compare(tree, layout, _other_layout, stage=own["pp"] if engine.name == "dcp" else 0)
 
 
 def check_weights_agree(engine: Engine, tree: RankTree) -> None:
@@ -63,12 +67,15 @@ def _sum_and_norm(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return weights.sum(dtype=precision), weights.norm(dtype=precision)
 
 
-def _compare(tree: RankTree, mine: list[Any], difference: Callable[[list[Any], list[Any]], str | None]) -> None:
-    """Raise the first difference between rank 0 and another rank at all ranks. Collective."""
-    gathered = tree.gather(msgpack.packb(mine))
+def _compare(
+    tree: RankTree, mine: list[Any], difference: Callable[[list[Any], list[Any]], str | None], *, stage: int = 0
+) -> None:
+    """Raise the first difference between the first rank of a stage and another one at all ranks. Collective."""
+    gathered = tree.gather(msgpack.packb([stage, mine]))
     with failing_together(tree, doing="comparing the models of the ranks"):
-        first, *others = map(msgpack.unpackb, gathered or [msgpack.packb([])])
-        for rank, found in enumerate(others, start=1):
+        firsts: dict[int, list[Any]] = {}
+        for rank, (found_stage, found) in enumerate(map(msgpack.unpackb, gathered or [])):
+            first = firsts.setdefault(found_stage, found)
             # a part may exist on rank 0 only, such as an average of the weights
             parts = {_part_of(each) for each in first} & {_part_of(each) for each in found}
             what = difference(*([each for each in side if _part_of(each) in parts] for side in (first, found)))
@@ -85,8 +92,8 @@ def _part_of(described: list[Any]) -> str:
 def _other_layout(first: list[Any], found: list[Any]) -> str | None:
     other = [name for name, *_ in found if name not in {each[0] for each in first}]
     if other:
-        return f"{other[0]!r}, which rank 0 has not"
-    return f"{len(found)} parameters, and rank 0 other ones, {len(first)}" if found != first else None
+        return f"{other[0]!r}, which the first rank has not"
+    return f"{len(found)} parameters, and the first rank other ones, {len(first)}" if found != first else None
 
 
 def _other_weights(first: list[Any], found: list[Any]) -> str | None:
@@ -111,15 +118,31 @@ def _live_meshes() -> list[Any]:
     return [each for each in gc.get_objects() if type(each) is kind] if kind is not None else []
 
 
-def _check_names(mesh: Any) -> None:
-    """Raise `ScriptInvalid` for a named dimension along which several ranks share a batch."""
-    names = mesh.mesh_dim_names or [""] * len(mesh.shape)
-    for name, size in zip(names, mesh.shape, strict=True):
-        if size > 1 and name.lower().removesuffix("_parallel") in _OTHER:
-            raise ScriptInvalid(
-                f"expected a DeviceMesh whose dimensions are data-parallel, found {name!r} of {size} ranks in "
-                f"{mesh.mesh_dim_names!r} of the shape {tuple(mesh.shape)!r}: {_WAY_OUT}"
-            )
+def shared_dimensions() -> Iterator[tuple[Any, str, int]]:
+    """Yield each mesh, name and size of a dimension along which several ranks share a batch."""
+    for mesh in _live_meshes():
+        for name, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=False):
+            if size > 1 and _setting_of(name) is not None and mesh.get_coordinate() is not None:
+                yield mesh, name, size
+
+
+def _setting_of(dimension: str) -> str | None:
+    return _DIMENSIONS.get(dimension.lower().removesuffix("_parallel"))
+
+
+def _check_dimension(mesh: Any, name: str, size: int, spec: MeshSpec, own: Mapping[str, int]) -> None:
+    """Raise `ScriptInvalid` for a dimension of another size, or other places of ranks, than the spec has."""
+    setting = str(_setting_of(name))
+    found = f"{name!r} of {size} ranks in {mesh.mesh_dim_names!r} of the shape {tuple(mesh.shape)!r}"
+    if getattr(spec, setting) != size:
+        raise ScriptInvalid(
+            f"expected launch.mesh.{setting} = {size} for the script, whose DeviceMesh has {found}: {_WAY_OUT}"
+        )
+    if mesh.get_local_rank(name) != own[setting]:
+        raise ScriptInvalid(
+            f"expected this rank at {own[setting]} in {name!r}, found it at {mesh.get_local_rank(name)}, by {found}: make "
+            "the mesh with the dimensions in the order pp, dp, cp, tp, as run.mesh has them"
+        )
 
 
 def _check_mesh(name: str, parameter: Any, world_size: int) -> None:

@@ -37,10 +37,10 @@ class ReadLoss:
         return float(self.number)
 
 
-def start_reading(loss: torch.Tensor | float, *, waits: bool = False) -> ReadLoss:
-    """Begin to read a loss. A copy from an accelerator is not waited for, unless `waits` is true."""
+def start_reading(loss: torch.Tensor | float | None, *, waits: bool = False) -> ReadLoss:
+    """Begin to read a loss, 0 for None. A copy from an accelerator is not waited for, unless `waits` is true."""
     if not isinstance(loss, torch.Tensor):
-        return ReadLoss(loss, None)
+        return ReadLoss(loss or 0.0, None)
     accelerator = torch.accelerator.current_accelerator()
     if waits or accelerator is None or loss.device.type != accelerator.type:
         return ReadLoss(loss.item(), None)
@@ -82,7 +82,7 @@ class StepSync(RankReport):
     step: int
     """The last step that the message covers."""
     losses: list[float]
-    """Mean over the ranks of each covered step's loss. `step` is the last one."""
+    """Mean over the ranks with a loss of each covered step's loss. `step` is the last one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class Syncs(Protocol):
     waits_for_losses: bool
     """True if the host waits for every loss in the loss's step, so that a device error is raised in the step of its rows."""
 
-    def step_done(self, step: int, *, loss: torch.Tensor | float, report: RankReport) -> StepSync | None:
+    def step_done(self, step: int, *, loss: torch.Tensor | float | None, report: RankReport) -> StepSync | None:
         """Note a finished step. Return the message that has arrived."""
 
     def unknown_losses(self) -> list[float] | None:
@@ -119,6 +119,8 @@ class StepSyncs(Syncs):
 
     def __init__(self, world_size: int, group: dist.ProcessGroup | None) -> None:
         self._world_size = world_size
+        self._has_loss = True
+        """False if the script passes no losses at this rank, as at a stage of a pipeline that is not the last one."""
         self._group = group
         self._steps_per_sync = 1
         self._losses: list[ReadLoss] = []
@@ -130,9 +132,10 @@ class StepSyncs(Syncs):
         self._sent_at: float | None = None
         self._pending: _Sent | None = None
 
-    def step_done(self, step: int, *, loss: torch.Tensor | float, report: RankReport) -> StepSync | None:
+    def step_done(self, step: int, *, loss: torch.Tensor | float | None, report: RankReport) -> StepSync | None:
         """Note a finished step, and send a message when it is time. Return the message that has arrived."""
         sync = self._receive()
+        self._has_loss = loss is not None
         self._step, self._report = step, report
         self._losses.append(start_reading(loss, waits=self.waits_for_losses))
         if len(self._losses) >= self._steps_per_sync + self._late_steps:
@@ -163,7 +166,7 @@ class StepSyncs(Syncs):
         report, is_late = self._report, any(loss.copied is not None for loss in self._losses)
         numbers = [
             *(self._step, elapsed_s, report.notice_age_s, report.due, report.needed_s, report.makes_room),
-            *(report.memory_steps, report.memory_failed, report.memory_copied, is_late),
+            *(report.memory_steps, report.memory_failed, report.memory_copied, is_late, self._has_loss),
             *(report.notice == each for each in NOTICES),
         ]
         padding = [0.0] * (MAX_STEPS - count)
@@ -180,7 +183,7 @@ class StepSyncs(Syncs):
         if sent.work is not None:
             sent.work.wait()
         steps, elapsed_s, ages_s, due, needed_s, makes_room, *rest = sent.numbers.tolist()
-        memory_steps, memory_failed, memory_copied, late, *rest = rest
+        memory_steps, memory_failed, memory_copied, late, with_loss, *rest = rest
         notices, losses = rest[: len(NOTICES)], rest[len(NOTICES) :]
         if steps != sent.step * self._world_size:
             raise CursorMismatch(
@@ -192,7 +195,7 @@ class StepSyncs(Syncs):
         self._late_steps = int(late > 0)
         return StepSync(
             step=sent.covered_step,
-            losses=[loss / self._world_size for loss in losses[: len(sent.own)]],
+            losses=[loss / max(1.0, with_loss) for loss in losses[: len(sent.own)]],
             notice=next((name for name, ranks in zip(NOTICES, notices, strict=True) if ranks), None),
             notice_age_s=ages_s / max(1.0, sum(notices)),
             due=due > 0,

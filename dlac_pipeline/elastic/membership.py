@@ -112,10 +112,7 @@ class Membership:
             SpecInvalid: another node would train something else.
         """
         if self._endpoint is None:
-            launch = self._launch
-            each, ranks = launch.processes_per_reader, launch.world_size
-            if launch.nodes:
-                ranks = usable_ranks(self._batch_size, _ranks_here(launch), per_reader=each)
+            ranks = self._ranks_alone()
             return Round(Share(world_size=ranks, ranks=ranks, port=free_port()))
         endpoint, node_timeout_s = self._endpoint, self._launch.node_timeout_s
         deadline = time.monotonic() + self._launch.gather_timeout_s
@@ -251,6 +248,19 @@ class Membership:
             memory_port=self._serve_memory(address, self._secret),
         )
 
+    def _ranks_alone(self) -> int:
+        """Return the number of ranks of a run on this node. Raise `SpecInvalid` if they are too few for a replica."""
+        launch = self._launch
+        if not launch.nodes:
+            return launch.world_size
+        ranks = _ranks_here(launch)
+        if usable := usable_ranks(self._batch_size, ranks, launch.mesh):
+            return usable
+        raise SpecInvalid(
+            f"expected {launch.mesh.replica_ranks} ranks for a replica of the model, found {ranks} on this node: raise "
+            "launch.nproc_per_node, or correct launch.mesh"
+        )
+
     def _missing(self, beat: NodeHeartbeat | None, problem: str) -> NodesMissing:
         launch = self._launch
         assert self._endpoint is not None, "of several nodes"
@@ -258,8 +268,11 @@ class Membership:
             problem = f"only {beat.election.nodes_ready}"
             if beat.election.is_foreign:
                 problem = "nodes with another key: give all nodes the same one"
+        replica = launch.mesh.replica_ranks
+        with_ranks = f" with {replica} ranks for a replica of the model" if replica > 1 else ""
         return NodesMissing(
-            f"expected {launch.nodes} nodes at {launch.rendezvous!r} within {launch.gather_timeout_s:.0f} s, found {problem}; "
+            f"expected {launch.nodes} nodes{with_ranks} at {launch.rendezvous!r} within {launch.gather_timeout_s:.0f} s, found "
+            f"{problem}; "
             f"start the same command on the others, the one with that address first{self._endpoint.hint}"
         )
 

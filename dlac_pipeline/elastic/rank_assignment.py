@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dlac_pipeline.spec.launch_spec import LaunchSpec
+from dlac_pipeline.spec.mesh_spec import DATA_PARALLEL, MeshSpec
 
 _BUSY_MARGIN_S = 10.0
 """Extra seconds for nodes, past the time in which ranks exit, until a round is formed without them."""
@@ -135,13 +136,10 @@ def _buddy_of(member: Member, members: tuple[Member, ...]) -> int:
     return (apart or after or [member])[0].place
 
 
-def usable_ranks(batch_size: int, available: int, *, per_reader: int = 1) -> int:
-    """Return the largest number of ranks, at most `available`, whose readers divide the batch size.
-
-    Too few ranks for one reader of `per_reader` ranks are usable with those of other nodes.
-    """
-    readers = range(1, available // per_reader + 1)
-    return max((per_reader * each for each in readers if batch_size % each == 0), default=available)
+def usable_ranks(batch_size: int, available: int, mesh: MeshSpec = DATA_PARALLEL) -> int:
+    """Return the largest number of ranks, at most `available`, whose readers divide the batch size. 0: too few for a replica."""
+    sizes = range(mesh.replica_ranks, available + 1, mesh.replica_ranks)
+    return max((each for each in sizes if batch_size % mesh.readers(each) == 0 and mesh.divides(each)), default=0)
 
 
 def assign_ranks(
@@ -152,18 +150,21 @@ def assign_ranks(
     stay: Collection[int],
     batch_size: int,
     most_nodes: int,
-    per_reader: int = 1,
+    mesh: MeshSpec = DATA_PARALLEL,
 ) -> tuple[Member, ...]:
     """Return the members of a round by the offers of the nodes in each slot. A node without a rank is no member.
+
+    Ranks over which tensors are split are on one node. None: the nodes have too few ranks for a replica of the model.
 
     The leader is first. Nodes of the last round (`stay`) come before others, and of these the ones with the most ranks.
     """
     order = sorted(offers, key=lambda slot: (slot != leader, slot not in stay, -offers[slot].ranks, slot))[:most_nodes]
-    remaining = usable_ranks(batch_size, sum(offers[slot].ranks for slot in order), per_reader=per_reader)
+    offered = {slot: offers[slot].ranks // mesh.tp * mesh.tp for slot in order}
+    remaining = usable_ranks(batch_size, sum(offered.values()), mesh)
     members: list[Member] = []
     first = 0
     for slot in order:
-        ranks = min(offers[slot].ranks, remaining)
+        ranks = min(offered[slot], remaining)
         if ranks:
             place, offer = len(members), offers[slot]
             members.append(Member(slot=slot, id=ids[slot], place=place, offer=offer, first_rank=first, ranks=ranks))

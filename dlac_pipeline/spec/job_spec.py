@@ -391,13 +391,17 @@ class JobSpec(spec_problems.Section):
             )
         if self.launch.replicas:
             return self
-        each = self.launch.processes_per_reader
-        readers, rest = divmod(self.launch.world_size, each)
-        if not self.launch.nodes and (rest or self.order.batch_size % readers):
-            shared = f" / {each} processes per reader" if each > 1 else ""
+        mesh, ranks = self.launch.mesh, self.launch.world_size
+        if not self.launch.nodes and not mesh.divides(ranks):
             raise ValueError(
-                f"batch_size {self.order.batch_size} is not a multiple of world_size {self.launch.world_size}{shared}: "
-                "every rank works on the same number of samples"
+                f"expected a world_size that is a multiple of tp * pp * cp = {mesh.replica_ranks}, and a stage of it of ep = "
+                f"{mesh.ep}, found {ranks}: correct it, or launch.mesh"
+            )
+        if not self.launch.nodes and self.order.batch_size % mesh.readers(ranks):
+            shared = f" / {mesh.replica_ranks} ranks of a replica" if mesh.replica_ranks > 1 else ""
+            raise ValueError(
+                f"batch_size {self.order.batch_size} is not a multiple of world_size {ranks}{shared}: every rank works on the "
+                "same number of samples"
             )
         return self
 

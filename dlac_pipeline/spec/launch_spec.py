@@ -8,6 +8,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 from dlac_pipeline.lakehouse.doors import Door
 from dlac_pipeline.lakehouse.errors import BadInput
 from dlac_pipeline.spec.bounds import LONGEST_WAIT_S, MOST_NODES
+from dlac_pipeline.spec.mesh_spec import MeshSpec
 from dlac_pipeline.spec.spec_problems import Section, Timeout
 
 LAUNCHERS = Door("dlac.launchers", "launcher")
@@ -17,8 +18,6 @@ NOTICES = ("SIGTERM", "SIGUSR1", "termination_url", "launcher")
 """Reasons to stop a run: a signal, the answer of the URL, or the end of the launcher that started the ranks."""
 LISTENS_S = 30.0
 """Extra seconds for the nodes of a cluster's job, past their ranks' time to exit, until their last events appear in its logs."""
-READER_VARIABLE = "DLAC_PROCESSES_PER_READER"
-"""Variable with the number of consecutive processes that read one share of the batch. It divides the world size. Default: 1."""
 LEAST_START_S = 600.0
 """Seconds that a start may take without progress: libraries are imported, and a checkpoint may be converted."""
 
@@ -55,6 +54,8 @@ class LaunchSpec(Section):
     ranks_per_replica: int = Field(default=1, ge=1, le=MOST_NODES)
     """Ranks of a replica group. The script shards its model over them with `fully_shard`. If one dies, its whole group is started
     again. Ranks may have one sample more than others, if `replicas` * `ranks_per_replica` does not divide the batch size."""
+    mesh: MeshSpec = Field(default_factory=MeshSpec)
+    """Parallelism within a replica of the model."""
     on: str = HERE
     """"here": on this node, or on the nodes where the same command is started. "slurm", "kubernetes": as a job of that scheduler,
     with a supervisor on each node. See the cluster section. Other names: launchers that are installed."""
@@ -191,6 +192,7 @@ class LaunchSpec(Section):
             return self
         unusable = ("on_spike", "numa_binding", "virtual_local_rank")
         found = [name for name in unusable if getattr(self, name)] + ["on"] * (self.on != HERE)
+        found += ["mesh"] * (self.mesh.replica_ranks > 1)
         if found:
             raise ValueError(f"expected launch.replicas without launch.{found[0]}, found both: leave one out")
         ranks = self.replicas * self.ranks_per_replica
@@ -213,14 +215,6 @@ class LaunchSpec(Section):
                 f"found {self.nodes!r} and {self.nproc_per_node}: give each node as many groups of {self.ranks_per_replica} ranks"
             )
         return ranks
-
-    @property
-    def processes_per_reader(self) -> int:
-        """Number of consecutive ranks that read one share of the batch, by their environment."""
-        number = self.env.get(READER_VARIABLE, "1")
-        if not number.isdecimal() or not int(number):
-            raise ValueError(f"expected a number above 0 as {READER_VARIABLE}, found {number!r}: correct it")
-        return int(number)
 
     @property
     def healing(self) -> str:

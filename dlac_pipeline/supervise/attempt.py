@@ -134,7 +134,7 @@ class SupervisedAttempt:
         self.leg = leg = Leg.from_json(point.leg)
         rows = [self._retry(self._plans.row, source.plan_id) for source in leg.sources]
         self._run_events.publish_start(point, self._plans, self._round.share, self.folder)
-        readers = self._round.share.world_size // self._spec.launch.processes_per_reader
+        readers = self._spec.launch.mesh.readers(self._round.share.world_size)
         for message in leg.warnings(sum(row.live_rows for row in rows), readers):
             self._publish({"event": "warning", "message": message})
         if isinstance(point, FromMemory) and point.head_damage:
@@ -275,10 +275,10 @@ class SupervisedAttempt:
         )
 
     def _fail(self, ranks: AllRanks, cause: Exit) -> Failure:
-        each = self._spec.launch.processes_per_reader
+        mesh = self._spec.launch.mesh
         if cause.kind not in (STUCK, *SILENT_KINDS):  # else no connection breaks, which survivors would notice
             self._part.await_last_step(ranks.own)
-        failure = end_ranks(ranks, cause, step=self.step, resumed_step=self._resumed_step, per_reader=each)
+        failure = end_ranks(ranks, cause, step=self.step, resumed_step=self._resumed_step, mesh=mesh)
         facts = {"cause": failure.cause, "step": failure.last_step, "phase": failure.doing, **ranks.log_end(cause.rank)}
         raised_at = {"where": failure.where, "traceback": failure.traceback} if failure.place else {}
         self._publish({"event": "failure", "rank": cause.rank, **facts, **raised_at})

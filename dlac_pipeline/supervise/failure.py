@@ -15,6 +15,7 @@ from dlac_pipeline.lakehouse.ledger.typed_rows import LedgerRow
 from dlac_pipeline.lakehouse.masking import mask_known
 from dlac_pipeline.spec.launch_request import OPERATOR
 from dlac_pipeline.spec.launch_spec import LaunchSpec
+from dlac_pipeline.spec.mesh_spec import DATA_PARALLEL, MeshSpec
 from dlac_pipeline.supervise.claims import left_in_order
 from dlac_pipeline.supervise.liveness.heartbeat import Phase, RankHeartbeat, read_heartbeats
 from dlac_pipeline.supervise.ranks.all_ranks import LOST, AllRanks
@@ -140,11 +141,8 @@ def failure_of_attempt(
     )
 
 
-def end_ranks(ranks: AllRanks, cause: Exit, *, step: int, resumed_step: int, per_reader: int) -> Failure:
-    """Kill all ranks of this node and return the failure. `step` is the last one that all ranks are known to have finished.
-
-    `per_reader` consecutive ranks read one share of the batch.
-    """
+def end_ranks(ranks: AllRanks, cause: Exit, *, step: int, resumed_step: int, mesh: MeshSpec) -> Failure:
+    """Kill all ranks of this node and return the failure. `step` is the last one that all ranks are known to have finished."""
     noticed_at = time.time()
     heartbeats = ranks.heartbeats()
     known = [found for found in heartbeats if found is not None]
@@ -163,7 +161,7 @@ def end_ranks(ranks: AllRanks, cause: Exit, *, step: int, resumed_step: int, per
         stopped_at=time.time(),
         last_step=max((found.step for found in known), default=step),
         began=min((found.spent.began for found in known), default=0.0),
-        rows=rows_worked_on(heartbeats, silent=ranks.silent_ranks, per_reader=per_reader) + ranks.own.rows_of_dead,
+        rows=rows_worked_on(heartbeats, silent=ranks.silent_ranks, mesh=mesh) + ranks.own.rows_of_dead,
         in_hand=0 if mine is None else max(0, mine.spent.in_hand),
         doing=Phase.STARTING.name.lower() if mine is None else mine.doing,
         rank=cause.rank,
@@ -176,13 +174,17 @@ def end_ranks(ranks: AllRanks, cause: Exit, *, step: int, resumed_step: int, per
     )
 
 
-def rows_worked_on(heartbeats: Sequence[RankHeartbeat | None], *, silent: Collection[int], per_reader: int = 1) -> int:
+def rows_worked_on(
+    heartbeats: Sequence[RankHeartbeat | None], *, silent: Collection[int], mesh: MeshSpec = DATA_PARALLEL
+) -> int:
     """Return the rows of finished steps. Of silent ranks, which took part in the steps of the others, at least their mean.
 
-    The first of `per_reader` ranks counts the rows of their share.
+    The first rank of a share counts its rows.
     """
     rows = {
-        rank: 0 if found is None else found.spent.rows for rank, found in enumerate(heartbeats) if not rank % per_reader
+        rank: 0 if found is None else found.spent.rows
+        for rank, found in enumerate(heartbeats)
+        if mesh.speaks(rank, len(heartbeats))
     }
     others = [count for rank, count in rows.items() if rank not in silent]
     least = round(sum(others) / len(others)) if others else 0

@@ -167,8 +167,8 @@ class FollowerAttempt:
         step = max((found.step for found in known), default=0)
         end = planned_end(f"attempt {self._attempt} {reason}", step=step, undone=known)
         failed_at = end.failed_at if cut_off else end.failed_at - self._round.silent_s(LEADER)
-        each, world_size = self._part.spec.launch.processes_per_reader, self._round.share.world_size
-        rows = rows_of_readers(known, world_size=world_size, per_reader=each)
+        mesh, world_size = self._part.spec.launch.mesh, self._round.share.world_size
+        rows = rows_of_readers(known, world_size=world_size, mesh=mesh)
         failure = replace(end, failed_at=failed_at, rows=rows)
         self._publish({"event": "failure", "cause": failure.cause, "step": failure.last_step, "phase": failure.doing})
         return AttemptVerdict(restart=failure, attempt=self._attempt)

@@ -67,7 +67,7 @@ class Checkpointing:
         """Take the script's engine, and load the checkpoint of the resume point into it."""
         adapted = adapt(engine, self._spec.checkpoint.engine, **parts)
         tree, restores = self._communicator.tree, self._communicator.is_first_of_node
-        check_layout(adapted, tree)
+        check_layout(adapted, tree, self._spec.launch.mesh)
         adapted.take_ranks(tree, lists=restores)
         convert_s, load_s = load_state(
             adapted,
@@ -97,7 +97,7 @@ class Checkpointing:
             self._generators.reset()
             self._generators = None
 
-    def record_step(self, batch: Batch, loss: torch.Tensor | float, *, applied: bool | None) -> None:
+    def record_step(self, batch: Batch, loss: torch.Tensor | float | None, *, applied: bool | None) -> None:
         """Record that the optimizer step of a batch is done, and receive the messages of all ranks that have arrived."""
         self._manager.gate.finish()
         if applied is None:

@@ -8,10 +8,12 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dlac_pipeline.elastic.ranks.communicator import Communicator
 from dlac_pipeline.elastic.ranks.rank import LAUNCH_VARIABLE, leave_reason
@@ -95,7 +97,7 @@ class TrainingRun:
     def __init__(self, folder: Path | None, spec: JobSpec, *, takeover: bool, held: ExitStack) -> None:
         """Join the run, for `training_run`. `held` keeps the resources that the run holds until it is closed."""
         self.spec = spec
-        process = this_process()
+        process = this_process(spec.launch.mesh)
         self.rank = process.rank_of_all
         self._folder = folder
         self._events = EventWriter(folder, process.rank)
@@ -145,6 +147,14 @@ class TrainingRun:
         if self.rank == 0:
             start_listeners(self._plans, self.spec, point, self._events, folder, held)
             self._recoveries.begin(point, claimed_at=began)
+
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        """The ranks as launch.mesh has them, with the dimensions "pp", "dp", "cp" and "tp". The first use is collective."""
+        spec, device = self.spec.launch.mesh, torch.accelerator.current_accelerator()
+        sizes = {"pp": spec.pp, "dp": self.coordinate.count, "cp": spec.cp, "tp": spec.tp}
+        kind = "cpu" if device is None else device.type
+        return init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
     @property
     def stopped(self) -> bool:
@@ -238,22 +248,22 @@ class TrainingRun:
             self._end()
         self._over = True
 
-    def step_done(self, loss: torch.Tensor | float, *, applied: bool | None = None) -> None:
+    def step_done(self, loss: torch.Tensor | float | None, *, applied: bool | None = None) -> None:
         """Record that the optimizer step of the last batch is done.
 
         A checkpoint that is due is taken when the script asks for the next batch, or leaves. So it has what the script does in
         between: a step of the learning rate, an average of the weights, an evaluation that draws random numbers.
 
-        `loss` is this rank's `batch.mean(...)`. `applied` defaults to the engine's report. A loss on an accelerator is read
-        when the next step is done, so that the rank does not wait for the device.
+        `loss` is this rank's `batch.mean(...)`, or None at a stage of a pipeline before the last one. `applied` defaults to the
+        engine's report. A loss on an accelerator is read when the next step is done, so that no rank waits for its device.
 
         Raises:
-            ScriptInvalid: no batch is in hand.
+            ScriptInvalid: no batch is in hand, or the loss is None at another rank.
             CheckpointError, LedgerError: the last checkpoint in progress could not be taken.
         """
         self.record_step(loss, applied=applied)
 
-    def record_step(self, loss: torch.Tensor | float, *, applied: bool | None = None) -> bool:
+    def record_step(self, loss: torch.Tensor | float | None, *, applied: bool | None = None) -> bool:
         """Do what `step_done` does. Return True if a checkpoint is due.
 
         A trainer that saves by itself then calls `checkpoint`. It may also do so after a step at which none is due.
@@ -261,6 +271,10 @@ class TrainingRun:
         batch = self._batch
         if batch is None:
             raise ScriptInvalid("expected a batch from run.batches() before run.step_done(loss)")
+        if loss is None and self.spec.launch.mesh.is_last_stage(self.rank, self.world_size):
+            raise ScriptInvalid(
+                f"expected a loss of step {batch.step} from rank {self.rank}, which has the last stage, found None"
+            )
         if self._loader is not None:
             self._loader.check_weights(always_full=self._attempt.order.always_full)
         self._checkpointing.record_step(batch, loss, applied=applied)

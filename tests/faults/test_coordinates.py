@@ -12,7 +12,6 @@ from dlac_pipeline.extensions.replay.committed_steps import ranks_of_attempt
 from dlac_pipeline.extensions.replay.step_rows import StepRows
 from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow, ClaimRow
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
-from dlac_pipeline.spec.launch_spec import READER_VARIABLE
 from tests.conftest import Arena
 
 
@@ -40,7 +39,7 @@ def spec(arena: Arena, run: str, *, world_size: int, per_reader: int, **params: 
         "launch": {
             "script": str(arena.program("train_packed.py")),
             "world_size": world_size,
-            "env": {READER_VARIABLE: str(per_reader)},
+            "mesh": {"tp": per_reader},
         },
         "params": {"journal": str(arena.home / "journal"), **params},
     }

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dlac_pipeline.extensions.dataset import as_batch, open_dataset
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.plan.slots import DataCoordinate
-from dlac_pipeline.spec.launch_spec import READER_VARIABLE
 from tests.integration.datasets import Datasets, seen
 from tests.small_records import raw_spec
 
@@ -68,16 +69,18 @@ def test_stale_variables_are_logged(
     assert not caplog.records
 
 
-def test_shared_readers_name_their_share(datasets: Datasets, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_readers_name_their_share(datasets: Datasets) -> None:
     """Under torch.distributed ranks with one share would read different rows, so that the share has to be named."""
-    for name, value in {"RANK": "3", "WORLD_SIZE": "4", READER_VARIABLE: "2"}.items():
-        monkeypatch.setenv(name, value)
-    assert datasets.open("rows").coordinate == DataCoordinate(1, 2)
-    for name, answer in {"is_initialized": True, "get_rank": 3, "get_world_size": 4}.items():
-        monkeypatch.setattr(torch.distributed, name, lambda *_, found=answer: found)
-    with pytest.raises(SpecInvalid, match=r"pass rank=1 and world_size=2"):
-        datasets.open("rows")
-    assert datasets.open("rows", rank=1, world_size=2).coordinate == DataCoordinate(1, 2)
+    torch.distributed.init_process_group("fake", rank=3, world_size=4, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        with pytest.raises(SpecInvalid, match=r"2 ranks of 'tp' in the mesh .* read one"):
+            datasets.open("rows")
+        dp = mesh["dp"]
+        found = datasets.open("rows", rank=dp.get_local_rank(), world_size=dp.size())
+        assert found.coordinate == DataCoordinate(1, 2)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_a_rank_alone_counts_for_itself(datasets: Datasets) -> None:

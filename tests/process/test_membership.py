@@ -23,6 +23,7 @@ from dlac_pipeline.elastic.sealed_store import KEY_VARIABLE
 from dlac_pipeline.lakehouse.errors import NodesMissing, SpecInvalid
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.launch_spec import LaunchSpec
+from dlac_pipeline.spec.mesh_spec import MeshSpec
 from tests.conftest import wait_until
 from tests.launched_nodes import heartbeat, round_of, rounds, wait_for_spare
 from tests.ports import own_port
@@ -102,9 +103,15 @@ def test_largest_dividing_world_size() -> None:
     assert [(member.slot, member.first_rank, member.ranks) for member in members] == [(2, 0, 2), (3, 2, 2)]
     uneven = assign_ranks(offers, ids, leader=1, stay=[], batch_size=3, most_nodes=3)
     assert [(member.slot, member.first_rank, member.ranks) for member in uneven] == [(1, 0, 2), (2, 2, 1)]
-    shared = assign_ranks(offers, ids, leader=1, stay=[], batch_size=2, most_nodes=3, per_reader=2)
+    shared = assign_ranks(offers, ids, leader=1, stay=[], batch_size=2, most_nodes=3, mesh=MeshSpec(pp=2))
     assert [(member.slot, member.first_rank, member.ranks) for member in shared] == [(1, 0, 2), (2, 2, 2)]
-    assert [usable_ranks(4, available, per_reader=4) for available in (2, 7, 9, 20)] == [2, 4, 8, 16]
+    assert [usable_ranks(4, available, MeshSpec(tp=4)) for available in (2, 7, 9, 20)] == [0, 4, 8, 16]
+    assert usable_ranks(12, 12, MeshSpec(ep=4)) == 12
+    assert usable_ranks(12, 11, MeshSpec(ep=4)) == 4
+    odd = {1: offer("a", ranks=3), 2: offer("b", ranks=3)}
+    split = assign_ranks(odd, ids, leader=1, stay=[], batch_size=8, most_nodes=2, mesh=MeshSpec(tp=2))
+    assert [member.ranks for member in split] == [2, 2]
+    assert not assign_ranks(odd, ids, leader=1, stay=[], batch_size=8, most_nodes=2, mesh=MeshSpec(tp=4))
     large = {**offers, 4: offer("d", ranks=8)}
     largest = assign_ranks(large, ids, leader=1, stay=[2], batch_size=24, most_nodes=3)
     assert [(member.slot, member.id) for member in largest] == [(1, "a"), (2, "b"), (4, "d")]

@@ -18,6 +18,7 @@ from dlac_pipeline.checkpoint.data_parallel import check_layout, check_weights_a
 from dlac_pipeline.checkpoint.engines import Engine
 from dlac_pipeline.extensions.sharded.distributed_state import DistributedState
 from dlac_pipeline.lakehouse.errors import ScriptInvalid
+from dlac_pipeline.spec.mesh_spec import DATA_PARALLEL, MeshSpec
 
 RANK = int(os.environ["RANK"])
 
@@ -64,9 +65,11 @@ MODELS: dict[str, Callable[[], Engine]] = {
     "other shapes": lambda: dlac.TorchState(model=torch.nn.Linear(2 + RANK, 2)),
     "half of the ranks": lambda: sharded(init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))["b"]),
     "tensor parallel": split,
+    "tensor parallel in the spec": split,
     "stages in a mesh": staged,
 }
-"""The refused ones with names in a mesh are last: their meshes stay alive."""
+"""Those with names in a mesh are last: their meshes stay alive."""
+MESHES = {"tensor parallel in the spec": MeshSpec(tp=2)}
 
 
 def main() -> None:
@@ -77,7 +80,7 @@ def main() -> None:
     for name, make in MODELS.items():
         engine = make()
         try:
-            check_layout(engine, tree)
+            check_layout(engine, tree, MESHES.get(name, DATA_PARALLEL))
             check_weights_agree(engine, tree)
             found[name] = ""
         except ScriptInvalid as err:

@@ -29,6 +29,7 @@ def write_entry(run: dlac.TrainingRun, batch: dlac.Batch, loss: torch.Tensor, ro
     point = run.resume_point
     entry = {
         **{"run": run.spec.run, "attempt": point.attempt, "step": batch.step, "rank": run.rank},
+        "reader": run.coordinate.index,
         **{"rows": batch["row_id"][batch.valid].tolist() if rows is None else rows, "loss": loss.item()},
     }
     path = Path(run.spec.params["journal"]) / f"{run.spec.run}-{point.nonce}-{run.rank}.jsonl"

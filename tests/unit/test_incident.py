@@ -7,6 +7,7 @@ import pytest
 
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow, LedgerRow
 from dlac_pipeline.spec.launch_request import OPERATOR
+from dlac_pipeline.spec.mesh_spec import MeshSpec
 from dlac_pipeline.supervise.failure import failure_of_attempt, rows_worked_on
 from dlac_pipeline.supervise.liveness.heartbeat import Phase, RankHeartbeat, Spent, rows_of_readers
 from dlac_pipeline.supervise.liveness.heartbeat_writer import HeartbeatWriter
@@ -58,8 +59,8 @@ def test_lost_node_had_the_rows_of_others() -> None:
 def test_shared_rows_count_once() -> None:
     """The first of two ranks counts the rows of their share, whether its partner or a whole reader is silent."""
     heard = [RankHeartbeat(9, Phase.TRAINING, 0.0, 0, 0.0, Spent(rows=rows)) for rows in (90, 0, 80, 0)]
-    assert rows_worked_on(heard, silent={1}, per_reader=2) == 170
-    assert rows_worked_on(heard, silent={2, 3}, per_reader=2) == 180
-    assert rows_of_readers(heard[:1], world_size=4, per_reader=2) == 180
-    assert rows_of_readers(heard[1:2], world_size=4, per_reader=2) == 0
-    assert rows_of_readers(heard[:2], world_size=4, per_reader=2) == 180
+    assert rows_worked_on(heard, silent={1}, mesh=MeshSpec(tp=2)) == 170
+    assert rows_worked_on(heard, silent={2, 3}, mesh=MeshSpec(tp=2)) == 180
+    assert rows_of_readers(heard[:1], world_size=4, mesh=MeshSpec(tp=2)) == 180
+    assert rows_of_readers(heard[1:2], world_size=4, mesh=MeshSpec(tp=2)) == 0
+    assert rows_of_readers(heard[:2], world_size=4, mesh=MeshSpec(tp=2)) == 180

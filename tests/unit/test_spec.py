@@ -1,13 +1,14 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
 from dlac_pipeline import training_run
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.spec.job_spec import parse_spec, read_spec
-from dlac_pipeline.spec.launch_spec import READER_VARIABLE
+from dlac_pipeline.spec.mesh_spec import MeshSpec
 
 GOOD: dict[str, Any] = {
     "run": "r1",
@@ -36,9 +37,12 @@ def with_values(section: str, **values: Any) -> dict[str, Any]:
         (with_values("order", batch_size=30), r"order: .*batch_size 30 is not a multiple of key_groups 8"),
         (with_values("launch", world_size=3), r"batch_size 32 is not a multiple of world_size 3"),
         (
-            with_values("launch", world_size=6, env={READER_VARIABLE: "4"}),
-            r"batch_size 32 is not a multiple of world_size 6 / 4 processes per reader",
+            with_values("launch", world_size=6, mesh={"tp": 2}),
+            r"batch_size 32 is not a multiple of world_size 6 / 2 ranks of a replica",
         ),
+        (with_values("launch", world_size=6, mesh={"tp": 4}), r"a multiple of tp \* pp \* cp = 4, .*found 6"),
+        (with_values("launch", world_size=4, mesh={"pp": 2, "ep": 4}), r"a stage of it of ep = 4, found 4"),
+        (with_values("launch", replicas=2, mesh={"cp": 2}), r"expected launch\.replicas without launch\.mesh"),
         (with_values("source", version="b", follow="appends"), r"source: expected a source that follows .*'b'"),
         (with_values("source", transform="a.py:f", nullable=["x"]), r"source: .*beside transform.* nullable = \['x'\]"),
         (
@@ -82,8 +86,16 @@ def test_home_fills_only_empty_settings(tmp_path: Path) -> None:
 
 def test_readers_divide_the_batch() -> None:
     """Ranks that read one share of the batch count once: 64 of them are 32 readers, one for each sample."""
-    raw = with_values("launch", world_size=64, env={READER_VARIABLE: "2"})
-    assert parse_spec(raw, origin="the test").launch.processes_per_reader == 2
+    mesh = parse_spec(with_values("launch", world_size=64, mesh={"tp": 2}), origin="the test").launch.mesh
+    assert mesh.readers(64) == 32
+
+
+def test_ranks_are_numbered_as_torchtitan_does() -> None:
+    """Stages are outermost, and tensors innermost. The first rank of each share is on the first stage."""
+    mesh = MeshSpec(tp=2, pp=2, cp=1)
+    assert [tuple(mesh.coordinates(rank, 8).values()) for rank in range(8)] == [*np.ndindex(2, 2, 1, 2)]
+    assert [rank for rank in range(8) if mesh.speaks(rank, 8)] == [0, 2]
+    assert [rank for rank in range(8) if mesh.is_last_stage(rank, 8)] == [4, 5, 6, 7]
 
 
 def test_misfit_ranks_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,9 +6,9 @@ from dlac_pipeline.elastic.ranks.this_process import GROUP_VARIABLE, ThisProcess
 from dlac_pipeline.extensions.replay.step_rows import reader_of
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.plan.slots import DataCoordinate
-from dlac_pipeline.spec.launch_spec import READER_VARIABLE
+from dlac_pipeline.spec.mesh_spec import MeshSpec
 
-VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", GROUP_VARIABLE, READER_VARIABLE)
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", GROUP_VARIABLE)
 
 
 @pytest.mark.parametrize(
@@ -44,19 +44,17 @@ def test_launchers_number_a_process(
     assert found.rank_of_all == rank_of_all
 
 
-def test_consecutive_processes_share_a_coordinate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_of_a_replica_share_a_coordinate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each two of six processes read one of three shares, and the first reports it. A number with a rest is refused."""
     monkeypatch.setenv("WORLD_SIZE", "6")
-    monkeypatch.setenv(READER_VARIABLE, "2")
     found = []
     for rank in range(6):
         monkeypatch.setenv("RANK", str(rank))
-        found.append((this_process().coordinate, this_process().speaks))
+        process = this_process(MeshSpec(tp=2))
+        found.append((process.coordinate, process.speaks))
     assert found == [(DataCoordinate(index, 3), first) for index in range(3) for first in (True, False)]
-    for wrong in ("4", "0", "-2"):
-        monkeypatch.setenv(READER_VARIABLE, wrong)
-        with pytest.raises(SpecInvalid, match=f"divides the 6 processes, found {wrong}"):
-            this_process()
+    with pytest.raises(SpecInvalid, match=r"a multiple of the 4 ranks of a replica in launch\.mesh, found 6"):
+        this_process(MeshSpec(tp=2, pp=2))
 
 
 def test_slot_names_its_rank() -> None:

@@ -98,13 +98,14 @@ class Leadership:
             plan = self._round.plan
             if plan is None or not self._offers or plan.nodes >= self._launch.max_nodes:
                 return False
-            each = self._launch.processes_per_reader
             room, config = self._launch.max_nodes - plan.nodes, plan.members[0].offer.config
             members = [member.slot for member in plan.members]
             others = {slot: offer for slot, offer in self._offers.items() if slot not in members}
             waiting = sorted((offer.ranks for offer in others.values() if offer.config == config), reverse=True)[:room]
-            offered = sum(member.offer.ranks for member in plan.members) + sum(waiting)
-            return rank_assignment.usable_ranks(self._batch_size, offered, per_reader=each) > plan.world_size
+            mesh = self._launch.mesh
+            offered = [*(member.offer.ranks for member in plan.members), *waiting]
+            usable = sum(ranks // mesh.tp * mesh.tp for ranks in offered)
+            return rank_assignment.usable_ranks(self._batch_size, usable, mesh) > plan.world_size
 
     def lead(self, found: Sealed, *, repeats: bool) -> None:
         """Read all nodes, form a round if it is time for one, and renew the lease.
@@ -173,8 +174,10 @@ class Leadership:
             stay=before,
             batch_size=self._batch_size,
             most_nodes=self._launch.max_nodes,
-            per_reader=self._launch.processes_per_reader,
+            mesh=self._launch.mesh,
         )
+        if not members:
+            return state
         plan = RoundPlan.form(members, number=later_number(lease["round"]), port=free_port())
         self._publish_plan(plan)
         return {**state, "round": plan.number, "version": 0, "formed_by": own, "announced": {}, "training": True}

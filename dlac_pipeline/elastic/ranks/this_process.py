@@ -1,7 +1,7 @@
 """This process among those of its job, by the variables of its launcher: a supervisor, torchrun, or the `deepspeed` launcher.
 
 The rest of the core reads these variables here: RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE. A process has a rank, and a
-share of the batch. Consecutive processes may have one share, as tensor-parallel processes do.
+share of the batch. Processes of one replica of the model have the same share.
 """
 
 import os
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.plan.slots import DataCoordinate
-from dlac_pipeline.spec.launch_spec import READER_VARIABLE
+from dlac_pipeline.spec.mesh_spec import DATA_PARALLEL, MeshSpec
 
 GROUP_VARIABLE = "DLAC_PROCESS_GROUP"
 """Variable with the number of this process's group, if an attempt has several process groups, which are equally large."""
@@ -26,8 +26,7 @@ class ThisProcess:
     """Number in the process group."""
     world_size: int = 1
     """Number of processes in the process group."""
-    per_reader: int = 1
-    """Number of consecutive processes that read one share of the batch."""
+    mesh: MeshSpec = DATA_PARALLEL
     has_rank: bool = False
     """True if a launcher has numbered the process."""
     group: int | None = None
@@ -40,12 +39,13 @@ class ThisProcess:
     @property
     def coordinate(self) -> DataCoordinate:
         """Share of the batch that this process reads, among the shares of its process group."""
-        return DataCoordinate(self.rank // self.per_reader, self.world_size // self.per_reader)
+        index = self.mesh.coordinates(self.rank, self.world_size)["dp"]
+        return DataCoordinate(index, self.mesh.readers(self.world_size))
 
     @property
     def speaks(self) -> bool:
         """True for the first process of a coordinate. It alone reports what the coordinate reads."""
-        return self.rank % self.per_reader == 0
+        return self.mesh.speaks(self.rank, self.world_size)
 
     @property
     def rank_of_all(self) -> int:
@@ -53,22 +53,22 @@ class ThisProcess:
         return (self.group or 0) * self.world_size + self.rank
 
 
-def this_process() -> ThisProcess:
-    """Read the environment. Raise `SpecInvalid` if a variable is no number."""
+def this_process(mesh: MeshSpec = DATA_PARALLEL) -> ThisProcess:
+    """Read the environment. Raise `SpecInvalid` if a variable is no number, or the processes do not form the mesh."""
     rank, world_size = _numbers(RANK="0", WORLD_SIZE="1")
     local_rank, ranks_here = _numbers(LOCAL_RANK="", LOCAL_WORLD_SIZE="")
     (group,) = _numbers(**{GROUP_VARIABLE: ""})
-    (per_reader,) = _numbers(**{READER_VARIABLE: "1"})
-    if not per_reader or per_reader < 1 or (world_size or 1) % per_reader:
+    if not mesh.divides(world_size or 1):
         raise SpecInvalid(
-            f"expected in {READER_VARIABLE} a number that divides the {world_size} processes, found {per_reader}: correct it"
+            f"expected a number of processes that is a multiple of the {mesh.replica_ranks} ranks of a replica in launch.mesh, "
+            f"found {world_size}: start others, or correct it"
         )
     if local_rank is not None and ranks_here:
         local_rank %= ranks_here  # a supervisor counts through the groups of a node, because each rank has a device
     return ThisProcess(
         rank=rank or 0,
         world_size=world_size or 1,
-        per_reader=per_reader,
+        mesh=mesh,
         has_rank="RANK" in os.environ,
         group=group,
         local_rank=local_rank,

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from pydantic import BaseModel
 
 from dlac_pipeline.checkpoint.collectives import RankTree
+from dlac_pipeline.checkpoint.data_parallel import shared_dimensions
 from dlac_pipeline.elastic.ranks.this_process import this_process
 from dlac_pipeline.extensions.dataset.batches import ABOUT, LAST_BATCHES, LastBatch
 from dlac_pipeline.extensions.dataset.dataset import DlacDataset
@@ -24,7 +25,6 @@ from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.plan.slots import ALL_SLOTS, DataCoordinate
 from dlac_pipeline.spec import job_spec
-from dlac_pipeline.spec.launch_spec import READER_VARIABLE
 
 _log = logging.getLogger(__name__)
 
@@ -197,11 +197,10 @@ def _own_share() -> DataCoordinate:
     if not dist.is_initialized():
         return this_process().coordinate
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    each = this_process().per_reader if READER_VARIABLE in os.environ else 1
-    if each > 1:
+    for mesh, name, size in shared_dimensions():
         raise SpecInvalid(
-            f"expected the share as rank and world_size of open_dataset(), because {READER_VARIABLE} lets {each} ranks read "
-            f"one, found none: pass rank={rank // each} and world_size={ranks // each} here"
+            f"expected the share as rank and world_size of open_dataset(), because the {size} ranks of {name!r} in the mesh "
+            f"{mesh.mesh_dim_names!r} read one, found none: pass the data-parallel rank and size"
         )
     return DataCoordinate(rank, ranks)
 

@@ -82,8 +82,7 @@ class EventTranslator:
         if first is None or self._started is None or step <= step_before:
             return []
         # Under torchrun this node has the heartbeats of its own ranks only.
-        per_reader = self._spec.launch.processes_per_reader
-        rows = rows_of_readers(beats, world_size=self._started.world_size, per_reader=per_reader)
+        rows = rows_of_readers(beats, world_size=self._started.world_size, mesh=self._spec.launch.mesh)
         self._seen, self._step, self._rows = (now, rows, step), step, rows
         seconds = max(1e-3, now - (before or first.spent.began or now))
         tokens = (step - step_before) * self._spec.order.batch_size * self._spec.sequences.length

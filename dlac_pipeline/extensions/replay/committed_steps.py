@@ -197,4 +197,4 @@ def _cursor_after(row: AdvanceRow) -> Cursor:
 def ranks_of_attempt(lakehouse: Lakehouse, rows: Sequence[LedgerRow], run: str, attempt: int) -> tuple[int, int]:
     """Return the ranks of an attempt, and the shares that they read, by its job spec. Raises as `spec_of_attempt`."""
     launch = spec_of_attempt(lakehouse, rows, run, attempt).launch
-    return launch.world_size, launch.world_size // launch.processes_per_reader
+    return launch.world_size, launch.mesh.readers(launch.world_size)

@@ -46,7 +46,7 @@ class ReplicaRun(TrainingRun):
         """The launch, without a supervisor."""
         super().__init__(folder, spec, takeover=takeover, held=held)
 
-    def record_step(self, loss: torch.Tensor | float, *, applied: bool | None = None) -> bool:
+    def record_step(self, loss: torch.Tensor | float | None, *, applied: bool | None = None) -> bool:
         """Record the step if it committed. Return True if a checkpoint is due. A step that did not commit is read again."""
         if self._batch is not None and self._group.has_met:
             raise ScriptInvalid(

@@ -7,8 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import torch
 import torch.distributed as dist
+from blake3 import blake3
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -37,20 +39,24 @@ from dlac_pipeline.lakehouse.errors import CheckpointError, DlacError
 
 
 class DistributedState(Engine):
-    """A model under FSDP2 (`fully_shard`), DDP, or neither: each part is saved once, and any number of ranks loads it.
+    """A model that ranks share out among them in any way: each part is saved once, and ranks of any mesh load it.
 
-    Use `DistributedState(model=model, optimizer=optimizer, scheduler=scheduler)`. Other parts are equal on all ranks, as in
+    Use `DistributedState(model=model, optimizer=optimizer, scheduler=scheduler)`. A stage of a pipeline is a model, or a list of
+    such parts, whose parameters have the names that they have in the whole model. Other parts are equal on all ranks, as in
     `TorchState`.
     """
 
     name = "dcp"
 
-    def __init__(self, *, model: Module, optimizer: Optimizer | Sequence[Optimizer] = (), **parts: Any) -> None:
-        """Raise `ScriptInvalid` if an optimizer has a parameter that the model does not have."""
-        reshard(model)
-        self._model = model
+    def __init__(
+        self, *, model: Module | Sequence[Module], optimizer: Optimizer | Sequence[Optimizer] = (), **parts: Any
+    ) -> None:
+        """Raise `ScriptInvalid` if an optimizer has a parameter that the model does not have, or two parts have one."""
+        self._models = [model] if isinstance(model, Module) else list(model)
+        for each in self._models:
+            reshard(each)
         self._own = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-        self._optimizers = OptimizerStates(model, self._own)
+        self._optimizers = OptimizerStates(self._models, self._own, self._share)
         self._optimizers.check()
         self._rest = TorchState(**parts)
         self._layout: Layout | None = None
@@ -63,12 +69,12 @@ class DistributedState(Engine):
 
     def save(self, folder: Path, write: Write) -> None:
         """Every rank's parts and an index."""
-        writer = ShardWriter(folder, write, frozen=frozen_storages([self._model]))
+        writer = ShardWriter(folder, write, frozen=frozen_storages(self._models))
         planner, last = PlainSavePlanner(), self._layout
         self._layout = None
         with _together(folder) as alone:
             state = {
-                "model": _with_whole_values(get_model_state_dict(self._model)),
+                "model": _with_whole_values(self._model_state()),
                 "optimizer": self._optimizers.state(),
             }
             if self._agree(writer.fits(last, planner, state)):
@@ -77,7 +83,7 @@ class DistributedState(Engine):
                 save(state, storage_writer=writer, planner=planner, no_dist=alone)
         if alone or self._tree is not None:
             self._layout = writer.layout
-        save_buffers(folder, {"model": self._model}, write)
+        save_buffers(folder, self._named_models(), write)
         self._rest.save(folder, write)
         if writer.failure is not None:
             raise writer.failure
@@ -93,7 +99,7 @@ class DistributedState(Engine):
     def load(self, folder: Path, *, saved_world_size: int) -> None:
         """Load the parts that this rank has now, from any ranks that saved them: tensors and plain values only."""
         reader = ShardReader(folder)
-        model = get_model_state_dict(self._model)
+        model = self._model_state()
         values = set(reader.index["values"])
         wanted = {
             name: None if f"model.{name}" in values else value for name, value in _without_tied(model, reader).items()
@@ -104,9 +110,15 @@ class DistributedState(Engine):
         found = state.pop("model")
         if not reader.is_adopted:
             found = {name: value[0] if isinstance(value, tuple) else value for name, value in found.items()}
-        load_exactly(self._model, {**model, **found}, set_state=partial(set_model_state_dict, self._model))
+        for part in self._models:
+            mine = get_model_state_dict(part)
+            whole = {
+                **mine,
+                **(found if len(self._models) == 1 else {name: found[name] for name in mine if name in found}),
+            }
+            load_exactly(part, whole, set_state=partial(set_model_state_dict, part))
         self._optimizers.load(reader, state)
-        load_buffers(folder, {"model": self._model}, saved_world_size=saved_world_size)
+        load_buffers(folder, self._named_models(), saved_world_size=saved_world_size)
         rest = self._rest
         if reader.is_adopted:
             parts = TorchState.parts_in(folder)
@@ -136,13 +148,30 @@ class DistributedState(Engine):
             )
         return whole_tensors(folder, "optimizer")
 
+    def _named_models(self) -> dict[str, Module]:
+        """Return the model, or its parts by number after the first one."""
+        return {f"model-{number}" if number else "model": each for number, each in enumerate(self._models)}
+
+    def _model_state(self) -> dict[str, Any]:
+        """Return the state of all parts. They may have the same buffers."""
+        return {name: each for part in reversed(self._models) for name, each in get_model_state_dict(part).items()}
+
+    def _share(self, own: bytes) -> list[bytes]:
+        """Return what all ranks say, each once, in the order of the ranks. Collective."""
+        tree = self._tree
+        if tree is None or self._agree(tree.broadcast(blake3(own).digest()) == blake3(own).digest()):
+            return [own]
+        gathered = tree.gather(own)
+        found = tree.broadcast(None if gathered is None else msgpack.packb([*dict.fromkeys(gathered)]))
+        return list(msgpack.unpackb(found))
+
     def _agree(self, is_right: bool) -> bool:
         """Return whether something is right at all ranks. Collective."""
         return not self._tree.broadcast(self._tree.lowest(b"" if is_right else b"-")) if self._tree else is_right
 
     def modules(self) -> Mapping[str, Any]:
         """Return the sharded model and all further parts."""
-        return {"model": self._model, **self._rest.modules()}
+        return {**self._named_models(), **self._rest.modules()}
 
     def optimizers(self) -> list[Optimizer]:
         """Return the optimizers of the sharded model, and further parts that are some."""

@@ -4,10 +4,11 @@ A load takes the tensors that the index lists. torch's `get_state_dict` makes a 
 it asks for states that parameters without a gradient never had, and leaves out states of frozen parameters.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain, islice
 from typing import Any
 
+import msgpack
 import torch
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.tensor import DTensor, Replicate
@@ -26,12 +27,20 @@ _EMPTY = "param_groups.empty"
 """Beside them: the paths of empty dicts, which DCP leaves out."""
 
 
-class OptimizerStates:
-    """The states of one model's optimizers. Each parameter has one optimizer at most."""
+Share = Callable[[bytes], Sequence[bytes]]
+"""What a rank says -> what all ranks say, each once. Collective."""
 
-    def __init__(self, model: Module, optimizers: Sequence[Optimizer]) -> None:
-        self._model = model
+
+class OptimizerStates:
+    """The states of the optimizers of one model, or of parts of it. Each parameter has one optimizer at most.
+
+    Ranks may have different parts, as stages of a pipeline. Groups in a checkpoint have the parameters of all parts.
+    """
+
+    def __init__(self, models: Sequence[Module], optimizers: Sequence[Optimizer], share: Share) -> None:
+        self._models = models
         self._optimizers = optimizers
+        self._share = share
 
     def state(self) -> dict[str, Any]:
         """Return {"state": {parameter: its state}, "param_groups": [...], ...} with the tensors in use.
@@ -40,7 +49,8 @@ class OptimizerStates:
 
         Raises:
             ScriptInvalid: an optimizer has a parameter that the model does not have, or two have the same.
-            SpecInvalid: an optimizer has a state that could not be loaded again, or may differ by rank.
+            SpecInvalid: an optimizer has a state that could not be loaded again, or may differ by rank, or other groups than at
+                another rank.
         """
         names = self._names()
         state: dict[str, Any] = {}
@@ -66,13 +76,14 @@ class OptimizerStates:
                 {**group, _PARAMETERS: [numbered[number] for number in group[_PARAMETERS]]} for group in found[_GROUPS]
             ]
         sizes, both = [len(each.param_groups) for each in self._optimizers], {_STATE: state, _GROUPS: groups}
-        return {**both, _SIZES: sizes, _EMPTY: [*_empty_paths(both)]}
+        groups, empty = self._with_all_parts(groups, sizes, [*_empty_paths(both)])
+        return {_STATE: state, _GROUPS: groups, _SIZES: sizes, _EMPTY: empty}
 
     def targets(self, reader: ShardReader) -> dict[str, Any]:
         """Return name -> tensor to load into, or None for a plain value, for each part of an optimizer in the index."""
         parameters = self._parameters()
         targets: dict[str, Any] = {}
-        for name, path in _optimizer_paths(reader, set(self._names().values())):
+        for name, path in self._paths(reader):
             entry = reader.index["tensors"].get(name)
             parameter = parameters.get(str(path[1])) if path[0] == _STATE and path[-1] != "step" else None
             targets[name] = None if entry is None else _target(entry["size"], entry["dtype"], parameter)
@@ -85,24 +96,26 @@ class OptimizerStates:
             ResumeMismatch: the checkpoint has the state of a parameter that no optimizer has, or groups differ.
             CheckpointError: an adopted checkpoint lacks a part of a parameter's state.
         """
+        names = set(self._names().values())
         found: dict[str, Any] = {_STATE: {}, _GROUPS: [], _SIZES: []}
-        for name, path in _optimizer_paths(reader, set(self._names().values())):
+        for name, path in self._paths(reader):
             set_element(found, path, values[name])
         for empty in found.get(_EMPTY, ()):
-            set_element(found, tuple(empty), {})
+            if empty[0] != _STATE or empty[1] in names:
+                set_element(found, tuple(empty), {})
         groups = [self._groups_of(number, found) for number in range(len(self._optimizers))]
         if not reader.is_adopted:
             for optimizer, saved in zip(self._optimizers, groups, strict=True):
                 self._add_groups(optimizer, saved)
-            self._check_used(found, set(self._names().values()))
-        names = self._names()
-        model = {name: reader.index["tensors"].get(f"model.{name}") for name in names.values()}
-        dtypes = {each: entry["dtype"] for each, name in names.items() if (entry := model[name]) is not None}
+            self._check_used(reader, found)
+        owners = self._names()
+        model = {name: reader.index["tensors"].get(f"model.{name}") for name in owners.values()}
+        dtypes = {each: entry["dtype"] for each, name in owners.items() if (entry := model[name]) is not None}
         for optimizer, saved in zip(self._optimizers, groups, strict=True):
             if reader.is_adopted:
-                _check_complete(optimizer, names, found[_STATE])
+                _check_complete(optimizer, owners, found[_STATE])
             if found[_STATE] or found[_GROUPS]:
-                load_exactly(optimizer, _numbered(optimizer, names, found[_STATE], saved), dtypes)
+                load_exactly(optimizer, _numbered(optimizer, owners, found[_STATE], saved), dtypes)
 
     def check(self) -> None:
         """Raise `ScriptInvalid` as `state`."""
@@ -110,8 +123,41 @@ class OptimizerStates:
 
     def _parameters(self) -> dict[str, Parameter]:
         """Return the parameters of the model by name."""
-        own = dict(self._model.named_parameters())
-        return {bare: own[name] for name, bare in bare_names(self._model, own).items()}
+        found: dict[str, Parameter] = {}
+        for model in self._models:
+            own = dict(model.named_parameters())
+            named = {bare: own[name] for name, bare in bare_names(model, own).items()}
+            if twice := sorted(found.keys() & named.keys()):
+                raise ScriptInvalid(
+                    f"expected parts of a model whose parameters have the names that they have in the whole model, found "
+                    f"{twice[0]!r} in two parts: name the layers of each part by their numbers in the model"
+                )
+            found |= named
+        return found
+
+    def _paths(self, reader: ShardReader) -> Iterator[tuple[str, tuple[Any, ...]]]:
+        """Yield (name in the index, path below "optimizer") of what the parameters of this rank need."""
+        names = set(self._names().values())
+        for name, path in _optimizer_paths(reader, names):
+            if path[0] != _STATE or path[1] in names:
+                yield name, path
+
+    def _with_all_parts(
+        self, groups: Sequence[dict[str, Any]], sizes: list[int], empty: list[list[str | int]]
+    ) -> tuple[list[dict[str, Any]], list[list[str | int]]]:
+        """Return groups with the parameters of all ranks, and the empty dicts of all ranks. Collective."""
+        own = [sizes, [group[_PARAMETERS] for group in groups], empty]
+        parts = [msgpack.unpackb(each) for each in self._share(msgpack.packb(own))]
+        if any(each[0] != parts[0][0] for each in parts):
+            raise SpecInvalid(
+                f"expected as many groups of parameters at all stages, found {[each[0] for each in parts]!r} by optimizer: make "
+                "the same optimizers and groups at each stage"
+            )
+        merged = [
+            {**group, _PARAMETERS: [*dict.fromkeys(chain.from_iterable(each[1][number] for each in parts))]}
+            for number, group in enumerate(groups)
+        ]
+        return merged, [list(path) for path in dict.fromkeys(tuple(path) for each in parts for path in each[2])]
 
     def _groups_of(self, number: int, found: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return the saved groups of an optimizer that had its parameters, or its place if it had none."""
@@ -154,8 +200,12 @@ class OptimizerStates:
                 names[parameter] = known[parameter]
         return names
 
-    def _check_used(self, found: Mapping[str, Any], names: set[str]) -> None:
-        saved = {*found[_STATE], *(name for group in found[_GROUPS] for name in group[_PARAMETERS])}
+    def _check_used(self, reader: ShardReader, found: Mapping[str, Any]) -> None:
+        """Check that some rank has each saved parameter. Collective."""
+        own = msgpack.packb(sorted(self._names().values()))
+        names = {name for each in self._share(own) for name in msgpack.unpackb(each)}
+        saved = {str(path[1]) for _, path in _optimizer_paths(reader, names) if path[0] == _STATE}
+        saved |= {name for group in found[_GROUPS] for name in group[_PARAMETERS]}
         if lost := sorted(saved - names):
             raise ResumeMismatch(
                 f"expected optimizers with the parameters of the checkpoint, found none with {lost[:4]!r}"
@@ -176,6 +226,7 @@ def _numbered(
     for place, own in enumerate(optimizer.param_groups):
         group_names = [names[parameter] for parameter in own[_PARAMETERS]]
         saved = [group for group in saved_groups if not set(group_names).isdisjoint(group[_PARAMETERS])]
+        saved = saved[:1] if all(_settings(each) == _settings(saved[0]) for each in saved) else saved
         if len(saved) > 1 or (saved_groups and group_names and not saved):
             raise ResumeMismatch(
                 f"expected the parameter groups of the checkpoint, found a group with {group_names[:4]!r}, which are in "
@@ -189,6 +240,11 @@ def _numbered(
         state |= {each: states[name] for each, name in zip(numbers, group_names, strict=True) if name in states}
         number += len(group_names)
     return {_STATE: state, _GROUPS: groups}
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a group, which groups of several parts of a model may have in common."""
+    return {name: each for name, each in group.items() if name != _PARAMETERS}
 
 
 def _optimizer_paths(reader: ShardReader, parameters: Any) -> Iterator[tuple[str, tuple[Any, ...]]]:

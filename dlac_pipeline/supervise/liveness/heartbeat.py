@@ -12,6 +12,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from dlac_pipeline.elastic.ranks.launch_folder import progress_file, ranks_with_progress, reason_file
+from dlac_pipeline.spec.mesh_spec import MeshSpec
 
 _RECORD = struct.Struct("<qqdqdqqqqqqqqd")
 
@@ -134,13 +135,13 @@ def read_heartbeats(folder: Path) -> list[RankHeartbeat]:
     return [found for rank in ranks_with_progress(folder) if (found := read_heartbeat(folder, rank)) is not None]
 
 
-def rows_of_readers(heartbeats: Sequence[RankHeartbeat], *, world_size: int, per_reader: int) -> int:
+def rows_of_readers(heartbeats: Sequence[RankHeartbeat], *, world_size: int, mesh: MeshSpec) -> int:
     """Return the rows of all readers in finished steps, by the heartbeats of some ranks. Readers have the same number of rows.
 
-    The first of `per_reader` ranks counts the rows of their share, and the others count none.
+    The first rank of a share counts its rows, and the others count none.
     """
-    counted = [each.spent.rows for each in heartbeats if each.spent.rows or per_reader == 1]
-    return sum(counted) * (world_size // per_reader) // max(1, len(counted))
+    counted = [each.spent.rows for each in heartbeats if each.spent.rows or mesh.replica_ranks == 1]
+    return sum(counted) * mesh.readers(world_size) // max(1, len(counted))
 
 
 def may_have_died_loading(launch_folder: str) -> bool:

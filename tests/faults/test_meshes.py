@@ -1,0 +1,62 @@
+"""Training on meshes: the rows of a step do not depend on the mesh, and a checkpoint of one is restored on any other."""
+
+import os
+import random
+import signal
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from dlac_pipeline.audit.audit import audit_run
+from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
+from tests.conftest import Arena
+
+ROWS, LENGTH = 1200, 17
+
+
+@pytest.fixture(scope="module")
+def tokens(campaign: Arena) -> Arena:
+    """The campaign's lakehouse with a table of token lists."""
+    ids = np.random.default_rng(3).integers(0, 32, (ROWS, LENGTH)).astype(np.int32)
+    rows = pa.table({"row_id": np.arange(ROWS), "tokens": pa.FixedSizeListArray.from_arrays(ids.reshape(-1), LENGTH)})
+    rows = rows.set_column(1, "tokens", rows["tokens"].cast(pa.list_(pa.int32())))
+    campaign.lakehouse.catalog.create_table(
+        "src.meshed", rows.schema, properties={"write.parquet.row-group-limit": "60"}
+    )
+    campaign.lakehouse.load("src.meshed").append(rows)
+    return campaign
+
+
+def spec(arena: Arena, run: str, ranks: int, mesh: dict[str, int], **params: str) -> JobSpec:
+    """Return the spec of a run on a mesh."""
+    raw = {
+        "run": run,
+        "source": {"table": "src.meshed", "columns": ["row_id", "tokens"]},
+        "order": {"batch_size": 16, "key_groups": 4, "seed": 5},
+        "checkpoint": {"every_steps": 5},
+        "launch": {"script": str(arena.program("train_mesh.py")), "world_size": ranks, "mesh": mesh},
+        "params": {"journal": str(arena.home / "journal"), "layers": "4", **params},
+    }
+    return parse_spec(raw, origin="the test").resolved(arena.home)
+
+
+MESHES: tuple[dict[str, int], ...] = ({"tp": 2}, {"pp": 2}, {}, {"tp": 2, "pp": 2})
+
+
+def test_run_changes_its_mesh(tokens: Arena) -> None:
+    """Each attempt loses a random rank and goes on, and the next launch has another mesh: rows are those of one rank."""
+    chance = random.Random(2)
+    tokens.launched(spec(tokens, "one-rank", 1, {}))
+    for number, mesh in enumerate(MESHES):
+        launch = tokens.launch(spec(tokens, "meshed", 4, mesh))
+        launch.wait_for("checkpoint", 1)
+        os.kill(chance.choice(launch.ranks()).pid, signal.SIGKILL)
+        launch.wait_for("checkpoint", 3)
+        if number < len(MESHES) - 1:
+            os.kill(launch.process.pid, signal.SIGTERM)
+        assert launch.wait() == 0, launch.stderr
+    assert tokens.journal("meshed") == tokens.journal("one-rank")
+    assert tokens.losses("meshed") == pytest.approx(tokens.losses("one-rank"), rel=1e-5)
+    assert audit_run(tokens.lakehouse, "meshed").exact
+    assert {row.readers for row in tokens.lineage("meshed")} == {1, 2, 4}
