@@ -29,6 +29,7 @@ STATE = RankState(
     step=13,
     rank=0,
     world_size=1,
+    mesh={},
     readers=1,
     engine="torch",
     loads_own_files=True,

@@ -118,6 +118,12 @@ def _live_meshes() -> list[Any]:
     return [each for each in gc.get_objects() if type(each) is kind] if kind is not None else []
 
 
+def mesh_spec_of(mesh: Any) -> MeshSpec:
+    """Return the dimensions of a script's mesh along which ranks share a batch."""
+    sizes = zip(mesh.mesh_dim_names or (), mesh.shape, strict=False)
+    return MeshSpec(**{setting: size for name, size in sizes if size > 1 and (setting := _setting_of(name))})
+
+
 def shared_dimensions() -> Iterator[tuple[Any, str, int]]:
     """Yield each mesh, name and size of a dimension along which several ranks share a batch."""
     for mesh in _live_meshes():

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from os.path import realpath
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,8 +25,8 @@ Result = TypeVar("Result")
 Done = Callable[[int, int], None]
 """Receiver of the progress: how many bytes of files are done, and of how many."""
 _THREADS = 4
-_WITH_FOLDERS = 2
-"""Format of a manifest with a file that has a `folder`. An older DLAC refuses it."""
+_WITH_FOLDERS, _WITH_MESH = 2, 3
+"""Formats of a manifest with a file that has a `folder`, and with a mesh. An older DLAC refuses them."""
 _FOLDER = re.compile(r"attempt-\d+/step-[\w-]+", re.ASCII)
 _TRAINING = {"source", "mixture", "sequences", "order", "params"}
 """Sections that determine training. Places, the number of ranks and their supervision change no model."""
@@ -69,6 +69,8 @@ class Manifest:
     """The run's ledger rows since the parent's checkpoint, and this one's, without what only the commit decides."""
     config_digest: str = ""
     """Digest of the training settings and the script (`config_digest`)."""
+    mesh: dict[str, int] = field(default_factory=dict)
+    """Dimensions of a replica of the model, if it has several ranks, as in launch.mesh."""
     format_version: int = FORMAT_VERSION
 
     @property
@@ -85,6 +87,10 @@ class Manifest:
                 del entry["folder"]
             else:
                 columns["format_version"] = _WITH_FOLDERS
+        if self.mesh:
+            columns["format_version"] = _WITH_MESH
+        else:
+            del columns["mesh"]
         return json.dumps(columns, sort_keys=True, default=str, separators=(",", ":")).encode()
 
 
@@ -145,9 +151,9 @@ def parse_manifest(content: bytes, *, origin: str) -> Manifest:
         version = int(raw["format_version"])
     except (ValueError, TypeError, KeyError) as err:
         raise CheckpointDamaged(f"expected a manifest in {origin!r}, found {type(err).__name__}: {err}") from err
-    if version > _WITH_FOLDERS:
+    if version > _WITH_MESH:
         raise FormatTooNew(
-            f"manifest {origin!r} has format version {raw['format_version']}, this DLAC reads up to {_WITH_FOLDERS}"
+            f"manifest {origin!r} has format version {raw['format_version']}, this DLAC reads up to {_WITH_MESH}"
         )
     try:
         manifest = Manifest(**{**raw, "files": [FileEntry(**entry) for entry in raw["files"]]})

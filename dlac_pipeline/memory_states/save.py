@@ -412,6 +412,7 @@ class MemorySaves:
             rank=self._communicator.rank,
             world_size=self._communicator.world_size,
             readers=self._communicator.coordinate.count,
+            mesh=self._communicator.mesh.recorded(),
             engine=engine.name,
             loads_own_files=getattr(engine, "loads_own_files", False),
             leg=point.leg,

@@ -70,6 +70,8 @@ class RankState:
     world_size: int
     readers: int
     """Number of shares in which the ranks read the batches."""
+    mesh: dict[str, int]
+    """Dimensions of a replica of the model, if it has several ranks."""
     engine: str
     loads_own_files: bool
     """True if a rank loads only its files and rank 0's, when as many ranks saved them."""

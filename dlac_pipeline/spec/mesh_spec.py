@@ -27,6 +27,10 @@ class MeshSpec(Section):
         """Number of ranks that have one replica of the model, and read one share of the batch."""
         return self.pp * self.cp * self.tp
 
+    def recorded(self) -> dict[str, int]:
+        """Return the dimensions as states have them: none if a replica has one rank."""
+        return self.model_dump() if self.replica_ranks > 1 else {}
+
     def readers(self, world_size: int) -> int:
         """Return the number of shares of the batch: the size of data parallelism."""
         return world_size // self.replica_ranks
@@ -46,9 +50,14 @@ class MeshSpec(Section):
         """Return whether a rank has the last stage of the pipeline, and so the loss."""
         return rank >= world_size - world_size // self.pp
 
+    def is_first_of_stage(self, rank: int, world_size: int) -> bool:
+        """Return whether a rank is the first of its share in its stage."""
+        place = self.coordinates(rank, world_size)
+        return not place["cp"] and not place["tp"]
+
     def speaks(self, rank: int, world_size: int) -> bool:
         """Return whether a rank is the first of its share. It alone reports what they read."""
-        return not any(each for name, each in self.coordinates(rank, world_size).items() if name != "dp")
+        return self.is_first_of_stage(rank, world_size) and rank < world_size // self.pp
 
 
 DATA_PARALLEL = MeshSpec()

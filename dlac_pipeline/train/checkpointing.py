@@ -12,6 +12,7 @@ from dlac_pipeline.checkpoint.engines import Engine, adapt, prepare_engines
 from dlac_pipeline.checkpoint.finiteness import FinitenessCheck
 from dlac_pipeline.checkpoint.manager import Committed
 from dlac_pipeline.checkpoint.rng import seed_rng
+from dlac_pipeline.checkpoint.shared_batches import SharedBatches
 from dlac_pipeline.checkpoint.step_sync import StepSync
 from dlac_pipeline.elastic.ranks.communicator import Communicator
 from dlac_pipeline.memory_states.save import MemorySaves
@@ -59,6 +60,10 @@ class Checkpointing:
         self._heartbeat = heartbeat
         self._write_event = write_event
         self._memory = MemorySaves(spec, attempt.point, communicator, attempt.tracker, attempt.manager, self._warn)
+        mesh, transforms = spec.launch.mesh, [each.transform for each in spec.sources if each.transform]
+        shared = SharedBatches(communicator.coordinate.index, communicator.tree, transforms)
+        self.shared_batches = shared if mesh.replica_ranks > 1 else None
+        """The batches of ranks that read one share. None: no two ranks do."""
         self.losses = open_watch(spec, attempt, communicator.tree, self._warn)
         on_nonfinite = "warn" if attempt.rehearses else spec.launch.on_nonfinite_loss
         self._finiteness = FinitenessCheck(spec.run, on_nonfinite, warn=self._warn)
@@ -106,6 +111,8 @@ class Checkpointing:
         if not self._weights_agree:
             check_weights_agree(self._restored_engine(), self._communicator.tree)
             self._weights_agree = True
+        if self.shared_batches is not None:
+            self.shared_batches.compare(batch.step)
         self._memory.step_done()
         self._memory.wait_for_copy(lambda: self._policy.is_asked)
         report = self._policy.step_done(batch.step, in_background=self._manager.under_way)

@@ -17,6 +17,7 @@ from dlac_pipeline.lakehouse.ledger.older_ledger import LedgerWatch
 from dlac_pipeline.lakehouse.retrying import RETRY_WITHIN_S, retrying
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec, parse_recorded, parse_spec, read_spec
+from dlac_pipeline.spec.mesh_spec import MeshSpec
 from dlac_pipeline.supervise.liveness.heartbeat_writer import HeartbeatWriter
 from dlac_pipeline.supervise.liveness.run_lock import run_lock
 from dlac_pipeline.supervise.ranks.launch_folders import KEEP_LAUNCHES, forget_launches, make_launch_folder
@@ -27,10 +28,19 @@ _FIRST_LOOK_S, _LOOK_S = 0.02, 0.2
 """Seconds between two looks for the resume point: at first, and at most."""
 
 
-def job_spec(folder: Path | None, spec: str | Path | None, *, world_size: str) -> JobSpec:
-    """Return the job spec of the launch folder, or the named one with `world_size` ranks. Raise `SpecInvalid` without one."""
+def job_spec(folder: Path | None, spec: str | Path | None, *, world_size: str, mesh: MeshSpec | None = None) -> JobSpec:
+    """Return the job spec of the launch folder, or the named one with `world_size` ranks, and with the `mesh` of a script.
+
+    Raise `SpecInvalid` without one, or if the launch has another mesh.
+    """
     if folder is not None:
-        return spec_of(folder)
+        found = spec_of(folder)
+        if mesh not in (None, found.launch.mesh):
+            raise errors.SpecInvalid(
+                f"expected the mesh of the launch, {found.launch.mesh!r}, found {mesh!r} in training_run(mesh=...): leave it "
+                "out, or correct launch.mesh"
+            )
+        return found
     if spec is None:
         raise errors.SpecInvalid(
             'expected a launch by `dlac train`, or training_run("job.toml") under another launcher; found neither'
@@ -38,7 +48,8 @@ def job_spec(folder: Path | None, spec: str | Path | None, *, world_size: str) -
     read = read_spec(Path(spec)).resolved(config.home_folder())
     if read.launch.healing:  # the ranks of this process group may be a part of all
         return read
-    raw = {**read.model_dump(), "launch": {**read.launch.model_dump(), "world_size": world_size}}
+    stated = {"world_size": world_size, **({} if mesh is None else {"mesh": mesh.model_dump()})}
+    raw = {**read.model_dump(), "launch": {**read.launch.model_dump(), **stated}}
     return parse_spec(raw, origin=f"the job spec under WORLD_SIZE={world_size}")
 
 

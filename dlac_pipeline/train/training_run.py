@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from dlac_pipeline.checkpoint.data_parallel import mesh_spec_of
 from dlac_pipeline.elastic.ranks.communicator import Communicator
 from dlac_pipeline.elastic.ranks.rank import LAUNCH_VARIABLE, leave_reason
 from dlac_pipeline.elastic.ranks.this_process import stated_world_size, this_process
@@ -50,22 +51,25 @@ class TrainerLoader(Protocol):
 
 
 @contextmanager
-def training_run(spec: str | Path | None = None, *, takeover: bool = False) -> "Iterator[TrainingRun]":
+def training_run(
+    spec: str | Path | None = None, *, takeover: bool = False, mesh: DeviceMesh | None = None
+) -> "Iterator[TrainingRun]":
     """Yield the training run of this rank. The run joins the process group, gets its attempt, and cleans up at the end.
 
     A script may leave the context before the run is over, between two steps, at the same step on all ranks. The attempt then
     ends after a checkpoint.
 
     `takeover` fences off a live launch of the same run, which otherwise causes a refusal. Under `dlac train` the command
-    decides it.
+    decides it. `mesh` is the mesh of a script that makes its own, in place of `launch.mesh`.
 
     Raises:
-        SpecInvalid: neither a launch folder nor a spec describes the run.
+        SpecInvalid: neither a launch folder nor a spec describes the run, or the launch has another mesh.
         DlacError: from the claim, the plan or the resume point.
     """
     folder = Path(os.environ[LAUNCH_VARIABLE]) if LAUNCH_VARIABLE in os.environ else None
     with ExitStack() as held:
-        job = startup.job_spec(folder, spec, world_size=stated_world_size())
+        own_mesh = None if mesh is None else mesh_spec_of(mesh)
+        job = startup.job_spec(folder, spec, world_size=stated_world_size(), mesh=own_mesh)
         healing = healing_of(job.launch)
         kind: type[TrainingRun] = TrainingRun if healing is None else healing.run_type()
         run = kind(folder, job, takeover=takeover, held=held)
@@ -421,6 +425,8 @@ class TrainingRun:
             handed = self._heartbeat.handed(
                 batch, counted=self._attempt.order.counted, speaks=self._communicator.speaks
             )
+            if self._checkpointing.shared_batches is not None:
+                self._checkpointing.shared_batches.note(handed)
             losses = self._checkpointing.losses
             yield handed if losses is None else losses.watch(handed)
             self._heartbeat.reading()

@@ -8,7 +8,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from dlac_pipeline import TorchState
 from dlac_pipeline.audit.audit import audit_run
+from dlac_pipeline.lakehouse.errors import ScriptInvalid
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
 from tests.conftest import Arena
 
@@ -60,3 +62,35 @@ def test_run_changes_its_mesh(tokens: Arena) -> None:
     assert tokens.losses("meshed") == pytest.approx(tokens.losses("one-rank"), rel=1e-5)
     assert audit_run(tokens.lakehouse, "meshed").exact
     assert {row.readers for row in tokens.lineage("meshed")} == {1, 2, 4}
+
+
+BY_PROCESS = """
+import os
+import pyarrow as pa
+import pyarrow.compute as pc
+
+def moved(batch: pa.RecordBatch) -> pa.RecordBatch:
+    return batch.set_column(batch.schema.get_field_index("row_id"), "row_id", pc.add(batch["row_id"], os.getpid()))
+"""
+
+
+def test_other_values_in_a_replica_are_named(tokens: Arena) -> None:
+    """Ranks over which tensors are split have the same batch. A transform that asks which process it is in ends the run."""
+    (tokens.home / "by_process.py").write_text(BY_PROCESS)
+    job = spec(tokens, "unequal", 2, {"tp": 2})
+    source = job.source.model_copy(update={"transform": str(tokens.home / "by_process.py:moved")})
+    launch = tokens.launch(job.model_copy(update={"source": source}))
+    assert launch.wait() == 64
+    message = launch.of("error")[-1]["message"]
+    assert "the same batch of step 1 on the ranks 0 and 1" in message
+    assert "found other values in 'row_id': make the transform" in message
+    assert "by_process.py:moved" in message
+
+
+def test_only_early_stages_lack_a_loss(campaign: Arena) -> None:
+    """A rank with the last stage, as every rank has without a pipeline, has a loss."""
+    with campaign.training_run(campaign.spec("no-loss")) as run:
+        run.restore(TorchState())
+        next(run.batches())
+        with pytest.raises(ScriptInvalid, match=r"expected a loss of step 1 from rank 0, which has the last stage"):
+            run.step_done(None)

@@ -71,6 +71,7 @@ class Committer:
         self._slices = SliceWriter(lakehouse, trained.order)
         self._settings = spec.checkpoint
         self._config_digest = config_digest(spec)
+        self._mesh = spec.launch.mesh.recorded()
         self._tiers = tiers
         self._retention: Retention | None = None
         self._nodes_known = False
@@ -187,6 +188,7 @@ class Committer:
             reader_state=reader_state,
             files=[FileEntry(**entry) for vote in votes for entry in vote["files"]],
             config_digest=self._config_digest,
+            mesh=self._mesh,
             libraries={name: version(name) for name in _LIBRARIES if find_spec(name)},
             ledger_rows=[*self._rows_since, *typed_rows.repeatable(rows)],
         )

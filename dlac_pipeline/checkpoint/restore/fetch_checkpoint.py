@@ -25,7 +25,7 @@ def load_checkpoint(
     `StoreUnavailable` or `CheckpointDamaged` if a node has no verified files. Otherwise raises as `load_state`.
     """
     if isinstance(point, FreshStart):
-        seed_rng(spec.order.seed, 0, tree.rank)
+        seed_rng(spec.order.seed, 0, tree.rank // spec.launch.mesh.tp)
         return 0.0, 0.0
     if point.engine != engine.name:
         raise ResumeMismatch(
@@ -45,8 +45,10 @@ def load_checkpoint(
     spent = load_state(
         engine, folder, saved_world_size=point.world_size, tree=tree, converts=restores, patience_s=patience_s
     )
-    if point.world_size == tree.world_size and rng_file(folder, tree.rank).exists():
+    mesh = spec.launch.mesh
+    is_same = (point.world_size, point.mesh) == (tree.world_size, mesh.recorded())
+    if is_same and rng_file(folder, tree.rank).exists():
         load_rng(folder, tree.rank)
-    else:
-        seed_rng(spec.order.seed, point.step, tree.rank)
+    else:  # ranks over which tensors are split draw the same numbers
+        seed_rng(spec.order.seed, point.step, tree.rank // mesh.tp)
     return spent

@@ -91,6 +91,8 @@ class FromCheckpoint(_AttemptFacts):
     engine: str
     reader_state: list[list[list[int]]]
     """Cursor of each source and key group: [pass, block, position, offset]."""
+    mesh: dict[str, int] = field(default_factory=dict)
+    """Dimensions of a replica at the save, if it had several ranks."""
 
     @property
     def head_step(self) -> int:
@@ -129,6 +131,8 @@ class FromMemory(_AttemptFacts):
     """Address of that checkpoint's manifest, or empty."""
     head_damage: str = ""
     """Damage of that manifest, or empty. The next checkpoint quarantines its parent."""
+    mesh: dict[str, int] = field(default_factory=dict)
+    """Dimensions of a replica at the save, if it had several ranks."""
     sources: list[Source] = field(default_factory=list)
     """The nodes that have parts of the state. Empty with one node."""
 

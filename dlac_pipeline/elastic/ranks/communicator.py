@@ -24,7 +24,7 @@ class Communicator:
         """`waits` counts the waits of reading for other ranks."""
         self.rank = process.rank
         self.world_size = process.world_size
-        self.coordinate, self.speaks = process.coordinate, process.speaks
+        self.coordinate, self.speaks, self.mesh = process.coordinate, process.speaks, process.mesh
         local_rank = process.rank if process.local_rank is None else process.local_rank
         self.is_first_of_node = process.world_size == 1 or local_rank == 0
         self.first_rank_here = 0 if process.world_size == 1 else process.rank - local_rank

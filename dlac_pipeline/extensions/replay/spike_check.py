@@ -72,7 +72,9 @@ class SpikeCheck:
 
     def __init__(self, spec: JobSpec, attempt: OpenAttempt, tree: RankTree, warn: Callable[[str], None]) -> None:
         self._run, self._tree, self._warn = spec.run, tree, warn
-        self._speaks = attempt.tracker.speaks
+        mesh = spec.launch.mesh
+        self._has_losses = mesh.is_last_stage(tree.rank, tree.world_size)
+        self._speaks = self._has_losses and mesh.is_first_of_stage(tree.rank, tree.world_size)
         self._policy = None if attempt.rehearses else spec.launch.on_spike
         if self._policy == "exclude" and LAUNCH_VARIABLE not in os.environ:
             self._policy = "stop"  # only a supervisor starts an attempt without these rows
@@ -84,7 +86,7 @@ class SpikeCheck:
 
     def watch(self, batch: Batch) -> Batch:
         """Return the batch, whose losses are kept. Raise `ScriptInvalid` if the script gave none of the last one."""
-        if not self._kept.maxlen:
+        if not self._kept.maxlen or not self._has_losses:
             return batch
         if self._policy == "exclude" and self._kept and not self._kept[-1].sums:
             raise ScriptInvalid(

@@ -35,6 +35,7 @@ def point_in_memory(claimed: Claimed, chosen: ClaimedState, resolved: Resolved) 
         manifest_uri=head.manifest_uri,
         head_damage=resolved.damage,
         sources=[] if state is None else state.sources,
+        mesh={} if state is None else state.first.mesh,
     )
 
 
@@ -60,6 +61,7 @@ def checkpoint_facts(restored: Restored, row: CheckpointRow) -> dict[str, Any]:
         "world_size": manifest.world_size,
         "engine": manifest.engine,
         "reader_state": manifest.reader_state,
+        "mesh": manifest.mesh,
     }
 
 
