@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from benchmarks.figures import Figure
@@ -167,8 +168,10 @@ class DlacSide(Side):
         elif kind == "lighthouse":
             folder = Path(self.spec.checkpoint.local) / self.spec.run
             found = [read_lighthouse(each) for each in folder.glob("launch-*/")]
-            running = [each.pid for each in found if each is not None and Path(f"/proc/{each.pid}").exists()]
-            os.kill(running[-1], signal.SIGKILL)
+            pids = [each.pid for each in found if each is not None and psutil.pid_exists(each.pid)]
+            # the other nodes' files have the pid of their supervisor
+            (running,) = [pid for pid in pids if "lighthouse" in " ".join(psutil.Process(pid).cmdline())]
+            os.kill(running, signal.SIGKILL)
         elif kind == "cut":
             victim.unplug()
             time.sleep(_CUT_S)

@@ -1,0 +1,119 @@
+"""The rank of benchmarks/mesh.py: a small GPT split by tensors, stages and sequences, with a log of the rows of each step.
+
+Sequences are split over the ranks of cp, which attend to the keys of all of them. Each token predicts itself, so that batches of
+samples and packed documents are alike. A token is the number of its row.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed._functional_collectives import all_gather_tensor_autograd
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn import functional
+
+import dlac_pipeline as dlac
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from examples.mesh.train import EMPTY, JOINED, SPLIT, Block, Gpt
+
+_WIDTH, _LAYERS, _VOCABULARY = 32, 2, 64
+
+
+PARTS: list[DeviceMesh] = []
+"""The ranks that have the other parts of this rank's sequences."""
+
+
+class GatheringBlock(Block):
+    """A block whose rank has a part of each sequence, and attends to the keys of all parts."""
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Features [samples, T / cp, width] to features of the same shape."""
+        normed = self.norm(features)
+        query, key, value = (
+            layer(normed).unflatten(2, (-1, self.head_width)).transpose(1, 2).contiguous()
+            for layer in (self.query, self.key, self.value)
+        )
+        (parts,) = PARTS
+        keys, values = (all_gather_tensor_autograd(each, gather_dim=2, group=parts) for each in (key, value))
+        first, own, length = parts.get_local_rank() * query.shape[2], query.shape[2], keys.shape[2]
+        seen = torch.arange(length)[None, :] <= torch.arange(first, first + own)[:, None]
+        mixed = functional.scaled_dot_product_attention(query, keys, values, attn_mask=seen)
+        features = features + self.out(mixed.transpose(1, 2).flatten(2))
+        added: Tensor = self.down(functional.gelu(self.up(self.feed_norm(features))))
+        return features + added
+
+
+def make_model(mesh: DeviceMesh) -> Gpt:
+    """Return the stage of this rank, split over tensors and sharded over all ranks with other tokens."""
+    model = Gpt(_LAYERS, _WIDTH, _VOCABULARY, stage=mesh["pp"].get_local_rank(), stages=mesh["pp"].size())
+    data = mesh["dp", "cp"]._flatten("dp_cp")
+    PARTS.append(mesh["cp"])
+    for block in model.blocks.values():
+        block.__class__ = GatheringBlock
+        if mesh["tp"].size() > 1:
+            parallelize_module(block, mesh["tp"], {name: kind() for name, kind in {**SPLIT, **JOINED}.items()})
+        fully_shard(block, mesh=data)
+    fully_shard(model, mesh=data)
+    return model
+
+
+def main() -> None:
+    """Train from the committed checkpoint, if there is one, to the end of the run."""
+    with (
+        dlac.training_run() as run,
+        Path(run.spec.params["log"], f"{run.resume_point.nonce}-{run.rank}.jsonl").open("a") as log,
+    ):
+        mesh = run.mesh
+        stage, stages, part, parts = (
+            each for name in ("pp", "cp") for each in (mesh[name].get_local_rank(), mesh[name].size())
+        )
+        model = make_model(mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        run.restore(dlac.DistributedState(model=model, optimizer=optimizer))
+        scale = 0.0
+
+        def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+            flat = functional.cross_entropy(
+                logits.flatten(0, 1), targets.flatten(), ignore_index=EMPTY, reduction="sum"
+            )
+            return flat * scale
+
+        pipeline = None
+        if stages > 1:
+            piece = PipelineStage(model, stage, stages, torch.device("cpu"), group=mesh["pp"].get_group())
+            pipeline = Schedule1F1B(piece, n_microbatches=2, loss_fn=loss_of, scale_grads=False)
+        for batch in run.batches():
+            tokens, mask = batch["tokens"].long(), batch.valid[:, None].expand(batch["tokens"].shape)
+            if "document" in batch.tensors:
+                mask = batch["document"] > 0
+            width = tokens.shape[1] // parts
+            mine = slice(part * width, (part + 1) * width)
+            entering = tokens[:, mine] % _VOCABULARY
+            targets = entering.masked_fill(~mask[:, mine], EMPTY)
+            whole = batch.tokens if "document" in batch.tensors else batch.rows * tokens.shape[1]
+            scale = batch.readers * parts / whole
+            optimizer.zero_grad()
+            losses: list[Tensor] = []
+            if pipeline is None:
+                losses.append(loss_of(model(entering), targets))
+                losses[0].backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            else:
+                inputs = [entering] if stage == 0 else []
+                pipeline.step(*inputs, target=targets if stage == stages - 1 else None, losses=losses)
+            optimizer.step()
+            rows = [sequence[valid].tolist() for sequence, valid in zip(tokens, mask, strict=True) if valid.any()]
+            entry = {"step": batch.step, "share": run.coordinate.index, "rank": run.rank, "rows": rows}
+            print(json.dumps({"attempt": run.resume_point.attempt, **entry}), file=log, flush=True)
+            os.fsync(log.fileno())
+            run.step_done(torch.stack(losses).sum().detach() if losses else None)
+
+
+if __name__ == "__main__":
+    main()
