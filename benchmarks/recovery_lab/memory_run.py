@@ -27,6 +27,8 @@ from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.supervisor import Supervisor
 
 _SHM = "/dev/shm"
+_LAST_CHECKPOINT_S = 120.0
+"""Time for the checkpoint at the end, whose losses are compared."""
 _POINT_S = 9.0
 """Recovery point of a run whose states DLAC paces. Work at risk shall be 10 s at the most."""
 
@@ -122,6 +124,7 @@ class MemoryRun(StampedRun):
                 "env": self.environment,
                 "preload": ["dlac_pipeline.extensions.sharded.distributed_state", "torch.distributed.fsdp"],
                 "attempts_without_progress": 2 + self.cascade,
+                "deadline_s": _LAST_CHECKPOINT_S,
                 **({"deaths_at_same_rows": 0} if self.cascade > 1 else {}),
             },
             "params": {
