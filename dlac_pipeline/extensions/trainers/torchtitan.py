@@ -29,12 +29,12 @@ class RunDataLoader:
         self._run, self._inputs = run, inputs
 
     def build(self, *, dp_world_size: int, dp_rank: int, local_batch_size: int, **others: Any) -> RunLoader:
-        """Return the loader. Raise `SpecInvalid` if ranks share a batch, or the local batch size does not divide a rank's."""
+        """Return the loader. Raise `SpecInvalid` for another mesh, or if the local batch size does not divide a rank's."""
         run = self._run
         if (dp_rank, dp_world_size) != (run.coordinate.index, run.coordinate.count):
             raise SpecInvalid(
-                f"expected one data-parallel rank per process, {run.rank} of {run.world_size}, found {dp_rank} of "
-                f"{dp_world_size}: tensor, context and pipeline parallelism are not supported here"
+                f"expected this process at {run.coordinate.index} of {run.coordinate.count} in data parallelism, by launch.mesh, "
+                f"found it at {dp_rank} of {dp_world_size}: set launch.mesh to torchtitan's tensor, pipeline and context degrees"
             )
         samples = run.spec.order.batch_size // run.coordinate.count
         if samples % local_batch_size:
@@ -105,9 +105,10 @@ class RunCheckpointer:
 
     def save(self, curr_step: int, last_step: bool = False) -> bool:
         """Record the optimizer step that has just ended, and take a checkpoint if one is due, or after the last step."""
-        loss, self._loss = self._loss * self._run.coordinate.count, 0.0
-        before = self._run.head
-        self._run.step_done(loss)
+        run, before = self._run, self._run.head
+        mesh = run.spec.launch.mesh
+        loss, self._loss = self._loss * run.coordinate.count * mesh.cp, 0.0
+        run.step_done(loss if mesh.is_last_stage(run.rank, run.world_size) else None)
         self._run.finish_step()  # torchtitan counts the next step before it asks for a batch
         if last_step:
             self._run.checkpoint()
