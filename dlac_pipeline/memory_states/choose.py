@@ -67,6 +67,7 @@ class MemoryChoice:
                     **named,
                     "memory_ranks": first.world_size,
                     "memory_readers": first.readers,
+                    "memory_stages": first.mesh.get("pp", 0),
                     "memory_at": first.saved_at,
                 }
         return {}

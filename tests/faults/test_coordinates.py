@@ -80,7 +80,7 @@ def test_lost_steps_have_readers(arena: Arena) -> None:
     job = spec(arena, "lost", world_size=4, per_reader=2)
     (folder / "spec.json").write_text(job.model_dump_json())
     claims = [ClaimRow(attempt=1, launch_folder=str(folder))]
-    assert ranks_of_attempt(arena.lakehouse, claims, "lost", 1) == (4, 2)
+    assert ranks_of_attempt(arena.lakehouse, claims, "lost", 1) == (4, 2, 1)
 
 
 def _consumed(arena: Arena, run: str) -> int:

@@ -10,6 +10,7 @@ import pytest
 
 from dlac_pipeline import TorchState
 from dlac_pipeline.audit.audit import audit_run
+from dlac_pipeline.extensions.replay.step_rows import StepRows
 from dlac_pipeline.lakehouse.errors import ScriptInvalid
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
 from tests.conftest import Arena
@@ -61,7 +62,12 @@ def test_run_changes_its_mesh(tokens: Arena) -> None:
     assert tokens.journal("meshed") == tokens.journal("one-rank")
     assert tokens.losses("meshed") == pytest.approx(tokens.losses("one-rank"), rel=1e-5)
     assert audit_run(tokens.lakehouse, "meshed").exact
-    assert {row.readers for row in tokens.lineage("meshed")} == {1, 2, 4}
+    assert {(row.readers, row.stages) for row in tokens.lineage("meshed")} == {(2, 1), (2, 2), (4, 0), (1, 2)}
+    steps = StepRows(tokens.lakehouse, "meshed")
+    staged = next(row.step for row in tokens.lineage("meshed") if (row.readers, row.stages) == (2, 2))
+    journal = {entry["rank"]: entry["rows"] for entry in tokens.entries("meshed") if entry["step"] == staged}
+    for rank in range(4):
+        assert [row.value for row in steps.of(staged, rank=rank, column="row_id")] == journal[rank]
 
 
 BY_PROCESS = """

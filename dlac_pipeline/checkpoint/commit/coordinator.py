@@ -147,6 +147,7 @@ class Committer:
             bytes=sum(entry.bytes for entry in manifest.files),
             phases=dict(phases),
             readers=readers_of(votes),
+            stages=self._mesh.get("pp", 0),
             **prepared.note,
         )
         started = time.monotonic()

@@ -35,7 +35,7 @@ class CommittedStep:
     checkpoint: CheckpointRow
     """The first checkpoint of the surviving lineage that includes the step."""
     parent: CheckpointRow | None
-    readers: Sequence[range]
+    readers: Sequence[Sequence[int]]
     """The ranks of each reader that trained the step, in the order of the slots. Those of absent process groups are missing."""
     nodes: Sequence[str]
     """Node of the first rank of each reader. Empty: the ledger does not have them."""
@@ -80,16 +80,22 @@ class CommittedSteps:
         trained = trained_by(self.rows, checkpoint.attempt, step)
         if trained != checkpoint.attempt:  # a later attempt resumed from its memory
             before = next(row for row in self.rows if isinstance(row, ClaimRow) and row.memory_of == trained)
-            checkpoint = replace(checkpoint, world_size=before.memory_ranks, readers=before.memory_readers)
+            checkpoint = replace(
+                checkpoint,
+                world_size=before.memory_ranks,
+                readers=before.memory_readers,
+                stages=before.memory_stages,
+            )
             claim = claim_of(self.rows, trained)
             nodes = self._nodes_of(trained) if claim.rendezvous else [claim.host] * before.memory_ranks
         readers = self._readers_of(checkpoint, step)
         if len(nodes) != sum(map(len, readers)):  # they are those of the process group that took the checkpoint
             nodes = []
-        firsts = nodes[:: len(readers[0])]
+        node_of = dict(zip(sorted(rank for mine in readers for rank in mine), nodes, strict=False))
+        firsts = [node_of[mine[0]] for mine in readers] if nodes else []
         return CommittedStep(step=step, leg=leg, checkpoint=checkpoint, parent=parent, readers=readers, nodes=firsts)
 
-    def _readers_of(self, checkpoint: CheckpointRow, step: int) -> list[range]:
+    def _readers_of(self, checkpoint: CheckpointRow, step: int) -> list[list[int]]:
         """Return the ranks of each reader that trained a step: of several process groups, those that were present."""
         size, lineage = checkpoint.world_size, {each.checkpoint_id for each in self.lineage}
         known = [
@@ -100,9 +106,14 @@ class CommittedSteps:
         ]
         last = max(known, key=lambda row: row.first_step, default=None)
         groups = [0] if last is None else last.groups
-        each = size // (checkpoint.readers or size)
-        firsts = [group * size + rank for group in groups for rank in range(0, size, each)]
-        return [range(first, first + each) for first in firsts]
+        stages = checkpoint.stages or 1
+        of_stage = size // stages
+        each = of_stage // (checkpoint.readers or of_stage)
+        return [
+            [group * size + stage * of_stage + rank for stage in range(stages) for rank in range(first, first + each)]
+            for group in groups
+            for first in range(0, of_stage, each)
+        ]
 
     def original(self, found: CommittedStep, order: LegOrder) -> int:
         """Return the step of the order whose rows a step has: another one if the step replayed it. Raises as `find`."""
@@ -137,8 +148,10 @@ class CommittedSteps:
                 or (head_id != point.checkpoint_id and (head is None or head.attempt != attempt))
             ):
                 continue
-            ranks, readers = ranks_of_attempt(self._ledger.lakehouse, self.rows, self._run, attempt)
-            checkpoint = CheckpointRow(attempt=attempt, step=step, world_size=ranks, readers=readers, parent=head_id)
+            ranks, readers, stages = ranks_of_attempt(self._ledger.lakehouse, self.rows, self._run, attempt)
+            checkpoint = CheckpointRow(
+                attempt=attempt, step=step, world_size=ranks, readers=readers, stages=stages, parent=head_id
+            )
             return self._as_trained(step, Leg.from_json(point.leg), checkpoint, head)
         return self.find(step)
 
@@ -194,7 +207,7 @@ def _cursor_after(row: AdvanceRow) -> Cursor:
     return Cursor(row.pass_index, row.block, row.position_end - 1, row.token_end)
 
 
-def ranks_of_attempt(lakehouse: Lakehouse, rows: Sequence[LedgerRow], run: str, attempt: int) -> tuple[int, int]:
-    """Return the ranks of an attempt, and the shares that they read, by its job spec. Raises as `spec_of_attempt`."""
+def ranks_of_attempt(lakehouse: Lakehouse, rows: Sequence[LedgerRow], run: str, attempt: int) -> tuple[int, int, int]:
+    """Return the ranks of an attempt, their shares and their stages, by its job spec. Raises as `spec_of_attempt`."""
     launch = spec_of_attempt(lakehouse, rows, run, attempt).launch
-    return launch.world_size, launch.mesh.readers(launch.world_size)
+    return launch.world_size, launch.mesh.readers(launch.world_size), launch.mesh.pp

@@ -91,13 +91,14 @@ CONSUMPTION = _schema(
     checkpoint struct<
         bytes long, interval_s double, why string, total_steps long, adopted string, nodes list<string>,
         rank_nodes list<struct<node string, ranks int>>,
-        phases map<string, double>, readers int, refers_to list<string>
+        phases map<string, double>, readers int, refers_to list<string>, stages int
     >,
     claim struct<
         replaces int, purpose string, origin string, host string, local string, store string, marks_commits boolean,
         launch_folder string, rendezvous string, launched_by string, memory_of int, memory_step long, memory_ranks int,
         memory_at double, memory_rows long, plan_ids list<string>, leg_plan_ids list<string>,
-        planned list<struct<table_uuid string, snapshot_id long>>, memory_readers int
+        planned list<struct<table_uuid string, snapshot_id long>>, memory_readers int,
+        memory_stages int
     >,
     quarantined_rows struct<path string, row_group int, rows long, positions list<long>>,
     export struct<digest string, bytes long, file string, part string>,

@@ -83,6 +83,8 @@ class CheckpointRow(LedgerRow, kind="checkpoint"):
     """Processes that took it."""
     readers: int = 0
     """Number of shares in which they read the batches, a divisor of `world_size`. 0: one each."""
+    stages: int = 0
+    """Number of stages of a pipeline, over which the ranks of a share are distributed. 0: one."""
     manifest_uri: str = ""
     manifest_digest: str = ""
     model_digest: str = ""
@@ -204,6 +206,7 @@ class ClaimRow(LedgerRow, kind="claim"):
     memory_ranks: int = 0
     """Ranks that trained up to it."""
     memory_readers: int = 0
+    memory_stages: int = 0
     """Number of shares in which these read the batches. 0: one each."""
     memory_at: float = 0.0
     """Time at which they kept it, in seconds since the epoch."""
