@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -14,6 +15,7 @@ from dlac_pipeline.extensions.replay.step_rows import StepRows
 from dlac_pipeline.lakehouse.errors import ScriptInvalid
 from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
 from tests.conftest import Arena
+from tests.ports import own_port
 
 ROWS, LENGTH = 1200, 17
 
@@ -31,15 +33,15 @@ def tokens(campaign: Arena) -> Arena:
     return campaign
 
 
-def spec(arena: Arena, run: str, ranks: int, mesh: dict[str, int], **params: str) -> JobSpec:
+def spec(arena: Arena, run: str, ranks: int, mesh: dict[str, int], **launch: Any) -> JobSpec:
     """Return the spec of a run on a mesh."""
     raw = {
         "run": run,
         "source": {"table": "src.meshed", "columns": ["row_id", "tokens"]},
         "order": {"batch_size": 16, "key_groups": 4, "seed": 5},
         "checkpoint": {"every_steps": 5},
-        "launch": {"script": str(arena.program("train_mesh.py")), "world_size": ranks, "mesh": mesh},
-        "params": {"journal": str(arena.home / "journal"), "layers": "4", **params},
+        "launch": {"script": str(arena.program("train_mesh.py")), "world_size": ranks, "mesh": mesh, **launch},
+        "params": {"journal": str(arena.home / "journal"), "layers": "4"},
     }
     return parse_spec(raw, origin="the test").resolved(arena.home)
 
@@ -68,6 +70,27 @@ def test_run_changes_its_mesh(tokens: Arena) -> None:
     journal = {entry["rank"]: entry["rows"] for entry in tokens.entries("meshed") if entry["step"] == staged}
     for rank in range(4):
         assert [row.value for row in steps.of(staged, rank=rank, column="row_id")] == journal[rank]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "waits"), [({"tp": 2}, False), ({"tp": 2, "pp": 2}, True)])
+def test_lost_node_of_a_mesh(tokens: Arena, mesh: dict[str, int], waits: bool) -> None:
+    """A node with whole replicas trains on alone. One with a part of a replica waits for another node."""
+    run, nodes = f"nodes-{len(mesh)}", {"nodes": "1:2", "nproc_per_node": 2, "rendezvous": f"127.0.0.1:{own_port()}"}
+    job = spec(tokens, run, 1, mesh, last_call_s=1, node_timeout_s=6, gather_timeout_s=90, **nodes)
+    first, second = (tokens.launch(job) for _ in range(2))
+    leader = first if first.wait_for("attempt") and "leader" not in first.of("attempt")[0] else second
+    leader.wait_for("checkpoint", 2)
+    lost, left = (second, first) if leader is first else (first, second)
+    lost.destroy()
+    left.wait_for("failure")
+    if waits:
+        tokens.launch(job)
+    assert left.wait() == 0, left.stderr
+    assert {row.world_size for row in tokens.lineage(run)} == ({4} if waits else {2, 4})
+    assert audit_run(tokens.lakehouse, run).exact
+    ids = [row for step in tokens.journal(run).values() for row in step]
+    assert sorted(ids) == list(range(ROWS))
 
 
 BY_PROCESS = """
