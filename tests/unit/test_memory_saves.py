@@ -25,6 +25,7 @@ from dlac_pipeline.memory_states.memory_file import MemoryFile
 from dlac_pipeline.memory_states.save import MemorySaves
 from dlac_pipeline.plan.order import LegOrder
 from dlac_pipeline.plan.slots import ALL_SLOTS
+from dlac_pipeline.spec.mesh_spec import DATA_PARALLEL
 from dlac_pipeline.track.tracker import ReaderStateTracker
 from dlac_pipeline.train.restored_state import lose_if_unreadable, read_memory
 from tests.memory_states import OWN, fresh_start, keep, part_of, spec_of
@@ -58,6 +59,7 @@ class Rank:
             ranks_here=1,
             first_rank_here=0,
             coordinate=ALL_SLOTS,
+            mesh=DATA_PARALLEL,
             is_first_of_node=True,
             is_on_one_node=is_alone,
             tree=RankTree(0, 1, None),

@@ -101,7 +101,7 @@ class OptimizerStates:
         for name, path in self._paths(reader):
             set_element(found, path, values[name])
         for empty in found.get(_EMPTY, ()):
-            if empty[0] != _STATE or empty[1] in names:
+            if empty[0] != _STATE or not names.isdisjoint(empty[1:2]):
                 set_element(found, tuple(empty), {})
         groups = [self._groups_of(number, found) for number in range(len(self._optimizers))]
         if not reader.is_adopted:

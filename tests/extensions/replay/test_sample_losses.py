@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from dlac_pipeline.checkpoint.collectives import RankTree
 from dlac_pipeline.extensions.replay.spike_check import SampleLosses, SpikeCheck
 from dlac_pipeline.read.batch import Batch
+from dlac_pipeline.spec.mesh_spec import MeshSpec
 from tests.small_records import small_batch
 
 NAN = float("nan")
@@ -57,15 +57,14 @@ def test_only_values_of_samples_count() -> None:
 
 
 def test_ranks_of_a_share_count_once() -> None:
-    """Of two ranks with one share the first gives its losses, so that the slots of the next share are its own."""
-    spec: Any = SimpleNamespace(run="r", launch=SimpleNamespace(on_spike=None))
+    """Of the ranks of a share the first one of the last stage gives its losses. Ranks of other stages have none."""
+    spec: Any = SimpleNamespace(run="r", launch=SimpleNamespace(on_spike=None, mesh=MeshSpec(tp=2, pp=2)))
 
-    def gathered(*, speaks: bool) -> list[Any]:
-        tracker, point = SimpleNamespace(speaks=speaks), SimpleNamespace(spike_step=0)
-        attempt: Any = SimpleNamespace(rehearses=True, tracker=tracker, point=point)
-        check = SpikeCheck(spec, attempt, RankTree(0, 1, None), print)
+    def gathered(rank: int) -> list[Any]:
+        tree: Any = SimpleNamespace(rank=rank, world_size=4, gather=lambda mine: [mine])
+        attempt: Any = SimpleNamespace(rehearses=True, point=SimpleNamespace(spike_step=0))
+        check = SpikeCheck(spec, attempt, tree, print)
         check.watch(batch()).mean(torch.tensor([4.0, 6.0, NAN]))
         return check.gather(1)
 
-    assert gathered(speaks=True) == [[[4.0, 1]], [[6.0, 1]], []]
-    assert gathered(speaks=False) == []
+    assert [gathered(rank) for rank in range(4)] == [[], [], [[[4.0, 1]], [[6.0, 1]], []], []]
