@@ -9,6 +9,7 @@ import torch
 
 from dlac_pipeline.checkpoint.collectives import RankTree
 from dlac_pipeline.checkpoint.step_sync import StepSync
+from dlac_pipeline.spec.mesh_spec import DATA_PARALLEL
 from dlac_pipeline.train import loss_watch
 from dlac_pipeline.train.loss_watch import LOSS_WATCHES, LossWatch, open_watch
 from tests.extensions.replay.test_sample_losses import batch
@@ -35,7 +36,7 @@ class Quiet:
 
 def opened(*, rehearses: bool, on_spike: str | None = None) -> LossWatch | None:
     """Return the watch of a run of one rank."""
-    spec: Any = SimpleNamespace(run="r", launch=SimpleNamespace(on_spike=on_spike))
+    spec: Any = SimpleNamespace(run="r", launch=SimpleNamespace(on_spike=on_spike, mesh=DATA_PARALLEL))
     facts = SimpleNamespace(speaks=True, spike_step=0)
     attempt: Any = SimpleNamespace(rehearses=rehearses, tracker=facts, point=facts)
     return open_watch(spec, attempt, RankTree(0, 1, None), lambda message: None)

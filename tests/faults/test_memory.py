@@ -81,7 +81,7 @@ def test_killed_rank_costs_two_batches(campaign: Arena) -> None:
     assert [row.memory_of for row in campaign.rows(run, ClaimRow)] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("point_s", [None, 2.0])
+@pytest.mark.parametrize("point_s", [None, pytest.param(2.0, marks=pytest.mark.slow)])
 def test_states_follow_cost_and_failures(campaign: Arena, point_s: float | None, tmp_path: Path) -> None:
     """A rank is killed after 100 steps in 5 s: a state is up to 10 s old, or 2 s as set. After the failure states are denser."""
     run, found = f"memory-paced-{point_s}", list[int]()
@@ -102,6 +102,7 @@ def test_states_follow_cost_and_failures(campaign: Arena, point_s: float | None,
     assert found[0] - found[1] < 42
 
 
+@pytest.mark.slow
 def test_survivor_keeps_last_step(campaign: Arena) -> None:
     """A rank, and then the other one, dies long after the last state: the survivor keeps one, and no step is repeated."""
     run = "memory-last"

@@ -154,6 +154,7 @@ def nodes(campaign: Arena) -> Iterator[Callable[..., Nodes]]:
         campaign.close()
 
 
+@pytest.mark.slow
 def test_lost_node_costs_two_batches(nodes: Callable[..., Nodes]) -> None:
     """A node is lost with its memory, and replaced by one with empty memory. The checkpoint's files are destroyed."""
     run = nodes("memory-nodes", memory_waits=True)

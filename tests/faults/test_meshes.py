@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
 from tests.conftest import Arena
 from tests.ports import own_port
 
-ROWS, LENGTH = 1200, 17
+ROWS, LENGTH = 1008, 17
 
 
 @pytest.fixture(scope="module")
@@ -46,30 +47,49 @@ def spec(arena: Arena, run: str, ranks: int, mesh: dict[str, int], **launch: Any
     return parse_spec(raw, origin="the test").resolved(arena.home)
 
 
-MESHES: tuple[dict[str, int], ...] = ({"tp": 2}, {"pp": 2}, {}, {"tp": 2, "pp": 2})
+BOTH: dict[str, int] = {"tp": 2, "pp": 2}
+MESHES: tuple[dict[str, int], ...] = ({"tp": 2}, {"pp": 2}, {}, BOTH)
 
 
-def test_run_changes_its_mesh(tokens: Arena) -> None:
-    """Each attempt loses a random rank and goes on, and the next launch has another mesh: rows are those of one rank."""
-    chance = random.Random(2)
+@pytest.fixture(scope="module")
+def one_rank(tokens: Arena) -> Arena:
+    """The lakehouse with a run of one rank."""
     tokens.launched(spec(tokens, "one-rank", 1, {}))
-    for number, mesh in enumerate(MESHES):
-        launch = tokens.launch(spec(tokens, "meshed", 4, mesh))
-        launch.wait_for("checkpoint", 1)
-        os.kill(chance.choice(launch.ranks()).pid, signal.SIGKILL)
-        launch.wait_for("checkpoint", 3)
-        if number < len(MESHES) - 1:
-            os.kill(launch.process.pid, signal.SIGTERM)
-        assert launch.wait() == 0, launch.stderr
-    assert tokens.journal("meshed") == tokens.journal("one-rank")
-    assert tokens.losses("meshed") == pytest.approx(tokens.losses("one-rank"), rel=1e-5)
-    assert audit_run(tokens.lakehouse, "meshed").exact
+    return tokens
+
+
+def test_run_leaves_its_mesh(one_rank: Arena) -> None:
+    """A rank of a mesh dies, the run goes on there, and data parallelism alone trains the rest: rows are those of one rank."""
+    train_on(one_rank, "left", [BOTH, {}])
+
+
+@pytest.mark.slow
+def test_run_changes_its_mesh(one_rank: Arena) -> None:
+    """Each attempt loses a random rank and goes on, and the next launch has another mesh. Each rank's rows are named."""
+    tokens = one_rank
+    train_on(tokens, "meshed", MESHES)
     assert {(row.readers, row.stages) for row in tokens.lineage("meshed")} == {(2, 1), (2, 2), (4, 0), (1, 2)}
     steps = StepRows(tokens.lakehouse, "meshed")
     staged = next(row.step for row in tokens.lineage("meshed") if (row.readers, row.stages) == (2, 2))
     journal = {entry["rank"]: entry["rows"] for entry in tokens.entries("meshed") if entry["step"] == staged}
     for rank in range(4):
         assert [row.value for row in steps.of(staged, rank=rank, column="row_id")] == journal[rank]
+
+
+def train_on(tokens: Arena, run: str, meshes: Sequence[dict[str, int]]) -> None:
+    """Train a run on meshes, one after the other, and compare its rows and losses with those of one rank."""
+    chance = random.Random(2)
+    for number, mesh in enumerate(meshes):
+        launch = tokens.launch(spec(tokens, run, 4, mesh))
+        launch.wait_for("checkpoint", 1)
+        os.kill(chance.choice(launch.ranks()).pid, signal.SIGKILL)
+        launch.wait_for("checkpoint", 3)
+        if number < len(meshes) - 1:
+            os.kill(launch.process.pid, signal.SIGTERM)
+        assert launch.wait() == 0, launch.stderr
+    assert tokens.journal(run) == tokens.journal("one-rank")
+    assert tokens.losses(run) == pytest.approx(tokens.losses("one-rank"), rel=1e-5)
+    assert audit_run(tokens.lakehouse, run).exact
 
 
 @pytest.mark.slow

@@ -69,7 +69,7 @@ MODELS: dict[str, Callable[[], Engine]] = {
     "stages in a mesh": staged,
 }
 """Those with names in a mesh are last: their meshes stay alive."""
-MESHES = {"tensor parallel in the spec": MeshSpec(tp=2)}
+MESHES = {"tensor parallel in the spec": MeshSpec(tp=2), "stages in a mesh": MeshSpec(tp=2)}
 
 
 def main() -> None:

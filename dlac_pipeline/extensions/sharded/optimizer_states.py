@@ -96,12 +96,12 @@ class OptimizerStates:
             ResumeMismatch: the checkpoint has the state of a parameter that no optimizer has, or groups differ.
             CheckpointError: an adopted checkpoint lacks a part of a parameter's state.
         """
-        names = set(self._names().values())
+        parameters = self._parameters()
         found: dict[str, Any] = {_STATE: {}, _GROUPS: [], _SIZES: []}
         for name, path in self._paths(reader):
             set_element(found, path, values[name])
         for empty in found.get(_EMPTY, ()):
-            if empty[0] != _STATE or not names.isdisjoint(empty[1:2]):
+            if empty[0] != _STATE or not parameters.keys().isdisjoint(empty[1:2]):
                 set_element(found, tuple(empty), {})
         groups = [self._groups_of(number, found) for number in range(len(self._optimizers))]
         if not reader.is_adopted:
@@ -136,10 +136,10 @@ class OptimizerStates:
         return found
 
     def _paths(self, reader: ShardReader) -> Iterator[tuple[str, tuple[Any, ...]]]:
-        """Yield (name in the index, path below "optimizer") of what the parameters of this rank need."""
-        names = set(self._names().values())
-        for name, path in _optimizer_paths(reader, names):
-            if path[0] != _STATE or path[1] in names:
+        """Yield (name in the index, path below "optimizer") of what this rank needs. A group may be added for its parameters."""
+        parameters = self._parameters()
+        for name, path in _optimizer_paths(reader, set(self._names().values())):
+            if path[0] != _STATE or path[1] in parameters:
                 yield name, path
 
     def _with_all_parts(
