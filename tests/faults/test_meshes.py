@@ -18,7 +18,7 @@ from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
 from tests.conftest import Arena
 from tests.ports import own_port
 
-ROWS, LENGTH = 1008, 17
+ROWS, LENGTH = 1600, 17
 
 
 @pytest.fixture(scope="module")
