@@ -10,11 +10,13 @@ from typing import Any
 
 import msgpack
 import torch
+from blake3 import blake3
 from torch.nn import Module
 
 from dlac_pipeline.checkpoint.collectives import RankTree, failing_together
 from dlac_pipeline.checkpoint.engines import Engine
 from dlac_pipeline.lakehouse.errors import ScriptInvalid
+from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.spec.mesh_spec import MeshSpec
 
 _DIMENSIONS = {
@@ -23,6 +25,8 @@ _DIMENSIONS = {
 }
 """Name of a mesh dimension whose ranks share a batch, without "_parallel" -> its setting of launch.mesh."""
 _WAY_OUT = "set launch.mesh as the script splits the model, or train with data parallelism alone"
+EVERY = 1000
+"""Batches until the next one that ranks of one share compare."""
 _TOLERANCE = 0.05
 """Difference of the sums of two ranks' weights, in norms of them, that no rounding makes."""
 
@@ -162,3 +166,50 @@ def _check_mesh(name: str, parameter: Any, world_size: int) -> None:
             f"expected parameters that are sharded over all {world_size} ranks, found {name!r} with {parameter.placements!r} on "
             f"the mesh {mesh.mesh_dim_names or ''!r} of the shape {tuple(mesh.shape)!r}: {_WAY_OUT}"
         )
+
+
+class SharedBatches:
+    """Comparison of the batches of ranks that read one share. `share` is its number.
+
+    The first batch of an attempt is compared, and each `EVERY`-th after it. It is digested before a script can change it, and
+    compared once its step is done, when all ranks are at the same place.
+    """
+
+    def __init__(self, share: int, tree: RankTree, transforms: list[str]) -> None:
+        """`transforms` of the sources are named in a difference."""
+        self._share, self._tree, self._transforms = share, tree, transforms
+        self._handed = 0
+        self._noted: dict[int, dict[str, bytes]] = {}
+
+    def note(self, batch: Batch) -> None:
+        """Digest a batch that the reader has handed over, if it is one that is compared."""
+        if self._handed % EVERY == 0:
+            tensors = {**batch.tensors, "valid": batch.valid}
+            self._noted[batch.step] = {name: _digest(each) for name, each in tensors.items()}
+        self._handed += 1
+
+    def compare(self, step: int) -> None:
+        """Compare the batch of a finished step, if it was noted. Collective. Raise `ScriptInvalid` if ranks had other values."""
+        mine = self._noted.pop(step, None)
+        if mine is None:
+            return
+        gathered = self._tree.gather(msgpack.packb([self._share, mine]))
+        with failing_together(self._tree, doing="comparing the batches of the ranks"):
+            firsts: dict[int, tuple[int, dict[str, bytes]]] = {}
+            for rank, (share, found) in enumerate(map(msgpack.unpackb, gathered or [])):
+                first, expected = firsts.setdefault(share, (rank, found))
+                if other := sorted(name for name in expected if expected[name] != found.get(name)):
+                    cause = (
+                        f"the transform {' or '.join(self._transforms)}"
+                        if self._transforms
+                        else "what the script reads"
+                    )
+                    raise ScriptInvalid(
+                        f"expected the same batch of step {step} on the ranks {first} and {rank} of one replica, found other "
+                        f"values in {other[0]!r}: make {cause} deterministic, as with a generator that is seeded by the row"
+                    )
+
+
+def _digest(tensor: torch.Tensor) -> bytes:
+    """Return the digest of a tensor's bytes, in host memory."""
+    return blake3(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data).digest()

@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 
-from dlac_pipeline.checkpoint.data_parallel import check_layout, check_weights_agree
+from dlac_pipeline.checkpoint.data_parallel import SharedBatches, check_layout, check_weights_agree
 from dlac_pipeline.checkpoint.engines import Engine, adapt, prepare_engines
 from dlac_pipeline.checkpoint.finiteness import FinitenessCheck
 from dlac_pipeline.checkpoint.manager import Committed
 from dlac_pipeline.checkpoint.rng import seed_rng
-from dlac_pipeline.checkpoint.shared_batches import SharedBatches
 from dlac_pipeline.checkpoint.step_sync import StepSync
 from dlac_pipeline.elastic.ranks.communicator import Communicator
 from dlac_pipeline.memory_states.save import MemorySaves

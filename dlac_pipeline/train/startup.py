@@ -7,7 +7,10 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+from torch.distributed.device_mesh import DeviceMesh
+
 from dlac_pipeline.checkpoint.collectives import failing_together
+from dlac_pipeline.checkpoint.data_parallel import mesh_spec_of
 from dlac_pipeline.checkpoint.restore.resume_point import ResumePoint, resume_point_of
 from dlac_pipeline.checkpoint.store import tiers_of
 from dlac_pipeline.elastic.ranks.communicator import Communicator
@@ -17,7 +20,6 @@ from dlac_pipeline.lakehouse.ledger.older_ledger import LedgerWatch
 from dlac_pipeline.lakehouse.retrying import RETRY_WITHIN_S, retrying
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec, parse_recorded, parse_spec, read_spec
-from dlac_pipeline.spec.mesh_spec import MeshSpec
 from dlac_pipeline.supervise.liveness.heartbeat_writer import HeartbeatWriter
 from dlac_pipeline.supervise.liveness.run_lock import run_lock
 from dlac_pipeline.supervise.ranks.launch_folders import KEEP_LAUNCHES, forget_launches, make_launch_folder
@@ -28,11 +30,14 @@ _FIRST_LOOK_S, _LOOK_S = 0.02, 0.2
 """Seconds between two looks for the resume point: at first, and at most."""
 
 
-def job_spec(folder: Path | None, spec: str | Path | None, *, world_size: str, mesh: MeshSpec | None = None) -> JobSpec:
-    """Return the job spec of the launch folder, or the named one with `world_size` ranks, and with the `mesh` of a script.
+def job_spec(
+    folder: Path | None, spec: str | Path | None, *, world_size: str, device_mesh: DeviceMesh | None = None
+) -> JobSpec:
+    """Return the job spec of the launch folder, or the named one with `world_size` ranks, and with the mesh of a script.
 
     Raise `SpecInvalid` without one, or if the launch has another mesh.
     """
+    mesh = None if device_mesh is None else mesh_spec_of(device_mesh)
     if folder is not None:
         found = spec_of(folder)
         if mesh not in (None, found.launch.mesh):

@@ -15,7 +15,6 @@ from typing import Any, Protocol
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from dlac_pipeline.checkpoint.data_parallel import mesh_spec_of
 from dlac_pipeline.elastic.ranks.communicator import Communicator
 from dlac_pipeline.elastic.ranks.rank import LAUNCH_VARIABLE, leave_reason
 from dlac_pipeline.elastic.ranks.this_process import stated_world_size, this_process
@@ -68,8 +67,7 @@ def training_run(
     """
     folder = Path(os.environ[LAUNCH_VARIABLE]) if LAUNCH_VARIABLE in os.environ else None
     with ExitStack() as held:
-        own_mesh = None if mesh is None else mesh_spec_of(mesh)
-        job = startup.job_spec(folder, spec, world_size=stated_world_size(), mesh=own_mesh)
+        job = startup.job_spec(folder, spec, world_size=stated_world_size(), device_mesh=mesh)
         healing = healing_of(job.launch)
         kind: type[TrainingRun] = TrainingRun if healing is None else healing.run_type()
         run = kind(folder, job, takeover=takeover, held=held)
