@@ -154,7 +154,7 @@ def assign_ranks(
 ) -> tuple[Member, ...]:
     """Return the members of a round by the offers of the nodes in each slot. A node without a rank is no member.
 
-    Ranks over which tensors are split are on one node. None: the nodes have too few ranks for a replica of the model.
+    Ranks over which tensors are split are on one node. None is a member if all have too few for a replica of the model.
 
     The leader is first. Nodes of the last round (`stay`) come before others, and of these the ones with the most ranks.
     """

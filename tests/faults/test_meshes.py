@@ -59,13 +59,13 @@ def one_rank(tokens: Arena) -> Arena:
 
 
 def test_run_leaves_its_mesh(one_rank: Arena) -> None:
-    """A rank of a mesh dies, the run goes on there, and data parallelism alone trains the rest: rows are those of one rank."""
+    """A rank of a mesh is killed, and the rest is trained with data parallelism alone. Rows equal those of one rank."""
     train_on(one_rank, "left", [BOTH, {}])
 
 
 @pytest.mark.slow
 def test_run_changes_its_mesh(one_rank: Arena) -> None:
-    """Each attempt loses a random rank and goes on, and the next launch has another mesh. Each rank's rows are named."""
+    """A random rank is killed in each launch, and the next launch has another mesh. The ledger names the rows of each rank."""
     tokens = one_rank
     train_on(tokens, "meshed", MESHES)
     assert {(row.readers, row.stages) for row in tokens.lineage("meshed")} == {(2, 1), (2, 2), (4, 0), (1, 2)}

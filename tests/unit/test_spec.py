@@ -3,12 +3,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dlac_pipeline import training_run
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.spec.job_spec import parse_spec, read_spec
 from dlac_pipeline.spec.mesh_spec import MeshSpec
+from dlac_pipeline.train.startup import job_spec
 
 GOOD: dict[str, Any] = {
     "run": "r1",
@@ -134,3 +138,15 @@ def test_multiplied_spec_is_refused(tmp_path: Path, text: str) -> None:
     path.write_text(text)
     with pytest.raises(SpecInvalid, match="aliases in a circle"):
         read_spec(path)
+
+
+def test_script_may_pass_its_mesh(tmp_path: Path) -> None:
+    """Without a supervisor the mesh of a script takes the place of launch.mesh."""
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump({**GOOD, "launch": {"script": "train.py"}}))
+    torch.distributed.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp_shard", "tp"))
+        found = job_spec(None, tmp_path / "job.yaml", world_size="8", device_mesh=mesh)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert found.launch.mesh == MeshSpec(pp=2, tp=2)
