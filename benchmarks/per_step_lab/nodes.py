@@ -76,6 +76,7 @@ class Side:
         """Wait until all groups commit the same steps, after a moment."""
 
         def are_there() -> bool:
+            self.start_again()
             last = {line["group"]: line for line in self.committed()}.values()
             steps = [line["step"] for line in last]
             fresh = all(line["at"] > max(after, time.time() - 1.0) for line in last)
@@ -103,6 +104,9 @@ class Side:
             same = sum(pid == before[group] for group, pid in self.pids().items())
             self.restarted += 0 if kind == "leader" else GROUPS - same - killed
             print(json.dumps({"kind": kind, "downtime_s": self.downtimes[kind][-1]}), flush=True)
+
+    def start_again(self) -> None:
+        """Start the processes that have ended, if nothing else does."""
 
     def kill(self, kind: str, chance: random.Random) -> int:
         """Disturb the groups, and return how many processes were killed."""
@@ -205,6 +209,33 @@ class TorchftSide(Side):
         program = [sys.executable, str(_PROGRAMS / "per_step_lighthouse.py"), str(_TORCHFT_PORT), network.address]
         self._server = subprocess.Popen(["ip", "netns", "exec", SWITCH, *program])
         self._processes = {group: self._start(group) for group in range(GROUPS)}
+        self.stuck = 0
+        """Times that groups were not back within the limit of a wait."""
+
+    def start_again(self) -> None:
+        """Start the processes that have ended, as the launcher that torchft's documentation names does."""
+        for group, process in self._processes.items():
+            if process.poll() is not None:
+                self._processes[group] = self._start(group)
+
+    def run(self, kinds: Sequence[str], count: int) -> None:
+        """Disturb the groups as on the other side. If some are not back in time, count it, and start all of them again."""
+        left = count
+        while left:
+            before = sum(map(len, self.downtimes.values()))
+            try:
+                super().run(kinds, left)
+            except AssertionError:
+                self.stuck += 1
+                left -= 1
+                print(json.dumps({"kind": "stuck"}), flush=True)
+                self._kill_all()
+                self._processes = {group: self._start(group) for group in range(GROUPS)}
+            left -= sum(map(len, self.downtimes.values())) - before
+
+    def figures(self, name: str) -> dict[str, Figure]:
+        """Return the downtimes, and how often groups did not come back."""
+        return {**super().figures(name), f"{name}_stuck": Figure(value=self.stuck, unit="times")}
 
     def _start(self, group: int) -> subprocess.Popen[bytes]:
         node = self._nodes[group // GROUPS_HERE]
@@ -232,11 +263,17 @@ class TorchftSide(Side):
 
     def stop(self) -> None:
         """Kill all processes."""
-        for group, process in self._processes.items():
-            os.kill(self.pids()[group], signal.SIGKILL)
-            process.wait()
+        self._kill_all()
         self._server.kill()
         self._server.wait()
+
+    def _kill_all(self) -> None:
+        for pid in self.pids().values():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for process in self._processes.values():
+            process.kill()
+            process.wait()
 
 
 def measure_nodes(kills: int, torchft_kills: int) -> dict[str, Figure]:
