@@ -1,6 +1,6 @@
 """Limits of a certificate: places that DLAC does not see, and that may keep the rows, or weights that were trained on them.
 
-docs/extensions/erasure.md lists the same sentences. A test compares the two.
+docs/extensions/erasure.md lists the same places.
 """
 
 import duckdb
