@@ -52,7 +52,7 @@ class OptimizerStates:
             SpecInvalid: an optimizer has a state that could not be loaded again, or may differ by rank, or other groups than at
                 another rank.
         """
-        names = self._names()
+        names, tied = self._names(), self._tied_names()
         state: dict[str, Any] = {}
         groups: list[dict[str, Any]] = []
         for optimizer in self._optimizers:
@@ -71,9 +71,10 @@ class OptimizerStates:
                 )
             for key, each in found[_STATE].items():
                 _check_whole(numbered[key], parameters[key], each)
-                state[numbered[key]] = each
+                state |= dict.fromkeys(tied[parameters[key]], each)
             groups += [
-                {**group, _PARAMETERS: [numbered[number] for number in group[_PARAMETERS]]} for group in found[_GROUPS]
+                {**group, _PARAMETERS: [name for number in group[_PARAMETERS] for name in tied[parameters[number]]]}
+                for group in found[_GROUPS]
             ]
         sizes, both = [len(each.param_groups) for each in self._optimizers], {_STATE: state, _GROUPS: groups}
         groups, empty = self._with_all_parts(groups, sizes, [*_empty_paths(both)])
@@ -135,6 +136,15 @@ class OptimizerStates:
             found |= named
         return found
 
+    def _tied_names(self) -> dict[Parameter, list[str]]:
+        """Return all names of each parameter: on another mesh each name of a tied one may be a parameter of its own."""
+        found: dict[Parameter, list[str]] = {}
+        for model in self._models:
+            own = dict(model.named_parameters(remove_duplicate=False))
+            for name, bare in bare_names(model, own).items():
+                found.setdefault(own[name], []).append(bare)
+        return found
+
     def _paths(self, reader: ShardReader) -> Iterator[tuple[str, tuple[Any, ...]]]:
         """Yield (name in the index, path below "optimizer") of what this rank needs. A group may be added for its parameters."""
         parameters = self._parameters()
@@ -175,11 +185,14 @@ class OptimizerStates:
 
     def _add_groups(self, optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> None:
         """Add the groups that the script adds during training, as when it thaws a layer."""
-        parameters, known = self._parameters(), set(self._names().values())
+        known, parameters = (
+            set(self._names().values()),
+            {n: each for each, all_ in self._tied_names().items() for n in all_},
+        )
         for group in saved[len(optimizer.param_groups) :]:
             names = group[_PARAMETERS]
             if known.isdisjoint(names) and parameters.keys() >= set(names):
-                optimizer.add_param_group({**group, _PARAMETERS: [parameters[name] for name in names]})
+                optimizer.add_param_group({**group, _PARAMETERS: [*dict.fromkeys(parameters[name] for name in names)]})
 
     def _names(self) -> dict[Parameter, str]:
         """Return the name of each parameter of the optimizers."""
@@ -202,7 +215,8 @@ class OptimizerStates:
 
     def _check_used(self, reader: ShardReader, found: Mapping[str, Any]) -> None:
         """Check that some rank has each saved parameter. Collective."""
-        own = msgpack.packb(sorted(self._names().values()))
+        tied = self._tied_names()
+        own = msgpack.packb(sorted(name for each in self._names() for name in tied[each]))
         names = {name for each in self._share(own) for name in msgpack.unpackb(each)}
         saved = {str(path[1]) for _, path in _optimizer_paths(reader, names) if path[0] == _STATE}
         saved |= {name for group in found[_GROUPS] for name in group[_PARAMETERS]}
