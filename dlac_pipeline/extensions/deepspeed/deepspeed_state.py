@@ -22,6 +22,7 @@ from dlac_pipeline.checkpoint.engines.model_names import unwrapped_name
 from dlac_pipeline.checkpoint.engines.rank_buffers import load_buffers, save_buffers
 from dlac_pipeline.checkpoint.engines.safe_load import load_tensors, only_tensors, plain_state
 from dlac_pipeline.checkpoint.stage.copies import Write
+from dlac_pipeline.extensions.deepspeed import layers
 from dlac_pipeline.lakehouse.errors import (
     BadInput,
     CheckpointDamaged,
@@ -57,6 +58,8 @@ class DeepSpeedState(Engine):
                 f"checkpoint.engine = {self.name!r}: pass what deepspeed.initialize returned"
             )
         self._engine = engine
+        # another rank of a stage has saved the layers of this one
+        self.loads_own_files = not hasattr(engine, "num_stages")
 
     def save(self, folder: Path, write: Write) -> None:
         """DeepSpeed's files, without its `latest` pointer, which is written before other ranks' shards are durable."""
@@ -77,6 +80,7 @@ class DeepSpeedState(Engine):
 
     def load(self, folder: Path, *, saved_world_size: int) -> None:
         """Load the shards of this rank, or its part of a converted checkpoint: tensors and a few known classes only."""
+        layers.check_stages(self._engine, folder / self.TAG)
         converted = self.conversion(saved_world_size) is not None
         with only_tensors(folder, safe_classes()), _loading_universal(self._engine) if converted else nullcontext():
             path, _ = self._engine.load_checkpoint(str(folder), tag=self.TAG)
@@ -126,6 +130,8 @@ class DeepSpeedState(Engine):
     def weights_in(cls, folder: Path, part: str) -> Weights:
         """Return the weights of the only part, in full precision where the optimizer has them so."""
         files, classes = folder / cls.TAG, safe_classes()
+        if found := layers.weights_in(files, classes):
+            return found
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
         whole = files / "mp_rank_00_model_states.pt"  # not at ZeRO 3
@@ -239,7 +245,8 @@ def to_universal(source: Path, target: Path) -> None:
     with only_tensors(source, safe_classes()), redirect_stdout(io.StringIO()):
         try:
             ds_to_universal.main(options)
-        except (AssertionError, KeyError, IndexError, ValueError, NotImplementedError) as err:
+            layers.copy(source, target)
+        except (AssertionError, ArithmeticError, KeyError, IndexError, ValueError, NotImplementedError) as err:
             raise WorldSizeUnsupported(
                 f"expected a DeepSpeed checkpoint in {str(source)!r} that can be converted to another number of ranks, "
                 f"DeepSpeed found {type(err).__name__}: {err}; resume with the number of ranks that saved it"
@@ -274,6 +281,9 @@ def _load_rest(engine: Any, folder: Path) -> None:
     with _loading_universal(engine):
         names = engine._get_all_ckpt_names(str(folder.parent), folder.name)
     state = load_tensors(Path(names[engine.checkpoint_mp_rank]), safe_classes(), mmap=True)
+    if state["module"] is None:
+        layers.load(engine.module, folder, safe_classes())
+        return
     wanted = set(state["buffer_names"])
     if not engine.zero_optimization_partition_weights():
         trained = {name for name, parameter in engine.module.named_parameters() if parameter.requires_grad}
