@@ -70,8 +70,8 @@ ui: setup  ## the Dagster UI on the demo's lakehouse
 	test -d $(DEMO_HOME)/dagster || { echo "expected the demo's lakehouse in $(DEMO_HOME), found none: run 'make demo' first"; exit 1; }
 	DAGSTER_HOME=$(DEMO_HOME)/dagster DLAC_HOME=$(DEMO_HOME) $(BIN)/dagster dev -w workspace.yaml
 
-bench: setup  ## every benchmark but compare, gpu, pairs, paper, peers, soak, soak_nodes and traffic (root, iproute2, PostgreSQL), each with a JSON object as its last line
-	for program in $(filter-out benchmarks/compare.py benchmarks/gpu.py benchmarks/pairs.py benchmarks/paper.py benchmarks/peers.py benchmarks/soak.py benchmarks/soak_nodes.py benchmarks/traffic.py benchmarks/figures.py,$(wildcard benchmarks/[a-z]*.py)); do $(BIN)/python -m benchmarks.$$(basename $$program .py) || exit 1; done
+bench: setup  ## every benchmark but compare, gpu, mesh_soak, pairs, paper, peers, soak, soak_nodes and traffic (root, iproute2, PostgreSQL), each with a JSON object as its last line
+	for program in $(filter-out benchmarks/compare.py benchmarks/gpu.py benchmarks/mesh_soak.py benchmarks/pairs.py benchmarks/paper.py benchmarks/peers.py benchmarks/soak.py benchmarks/soak_nodes.py benchmarks/traffic.py benchmarks/figures.py,$(wildcard benchmarks/[a-z]*.py)); do $(BIN)/python -m benchmarks.$$(basename $$program .py) || exit 1; done
 
 bench-compare: setup  ## the bars of this commit beside those of REV, in turns, hours; RUN="overhead --quick" chooses programs
 	$(BIN)/python -m benchmarks.compare $(REV) $(RUN)

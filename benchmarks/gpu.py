@@ -4,6 +4,7 @@
 - demo: the demo's training with a rank killed in the middle. Its losses are compared with those of an undisturbed run,
   bit by bit. demo-default does it with PyTorch's default kernels, on an accelerator only.
 - memory: a training with states in memory, killed.
+- mesh: the GPT of examples/mesh, its tensors split over two devices and its layers over two stages where there are as many.
 - checkpoints: the wait of training for asynchronous checkpoints, and its throughput with and without them.
 - loading: batches copied from page-locked memory on their own stream, compared with plain ones, and with no reader.
 
@@ -30,11 +31,12 @@ from benchmarks.gpu_parts.identity import measure_identity
 from benchmarks.gpu_parts.kernels import find_kernels
 from benchmarks.gpu_parts.loading import measure_loading
 from benchmarks.gpu_parts.memory import measure_memory
+from benchmarks.gpu_parts.mesh import measure_mesh
 from benchmarks.gpu_parts.node import MeasuredNode, find_node
 from benchmarks.gpu_parts.page import page_of
 from benchmarks.gpu_parts.sizes import sizes_for
 
-PARTS = ("kernels", "demo", "memory", "checkpoints", "demo-default", "loading")
+PARTS = ("kernels", "demo", "memory", "mesh", "checkpoints", "demo-default", "loading")
 _PAGE = Path(__file__).parents[1] / "docs" / "evidence" / "gpu.md"
 _LAST_BEGIN_S = 30 * 60
 """Seconds after which no part begins: the longest takes ten minutes."""
@@ -84,6 +86,7 @@ class Measurement:
             "kernels": self._find_kernels,
             "demo": lambda home: measure_identity(home, node, sizes, kernels="deterministic"),
             "memory": lambda home: measure_memory(home, node, sizes),
+            "mesh": lambda home: measure_mesh(home, node, sizes),
             "demo-default": lambda home: measure_identity(home, node, sizes, kernels="default"),
             "loading": lambda home: measure_loading(home, sizes),
             "checkpoints": lambda home: measure_checkpoints(node, sizes),

@@ -37,7 +37,9 @@ from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow
 
 _PROGRAM = Path(__file__).parent / "programs" / "mesh_rank.py"
-_RANKS, _BATCH, _LENGTH, _EVERY = 8, 16, 32, 5
+_RANKS, _LENGTH, _EVERY = 8, 32, 5
+BATCH = 16
+SAMPLES = 30 * BATCH
 MESHES = {
     "8,1,1,1": {},
     "4,2,1,1": {"tp": 2},
@@ -79,7 +81,7 @@ class Lab:
         lakehouse = self.lakehouse
         lakehouse.create_namespace("src")
         lengths = {
-            "samples": np.full(30 * _BATCH, _LENGTH),
+            "samples": np.full(SAMPLES, _LENGTH),
             **{name: chance.integers(4, 60, 400) for name in ("one", "two")},
         }
         for name, each in lengths.items():
@@ -110,7 +112,9 @@ class Lab:
             other_bits += losses[:switched] != alone[:switched]
             largest = max(largest, *(abs(one - two) / abs(two) for one, two in zip(losses, alone, strict=True)))
             print(json.dumps({"pair": pair, "kind": kind, "steps": len(losses), "switched_at": switched}), flush=True)
+        decoded = max(self.decoding(_calm(mesh, kind)) for mesh, kind in wanted)
         return {
+            "decoded_row_groups_over_first_rank": Figure(value=decoded, unit="x", bar="<= 1"),
             "pairs": Figure(value=len(pairs), unit="pairs"),
             "kills": Figure(value=kills, unit="kills"),
             "exact": Figure(value=exact, unit=f"of {len(pairs)}", bar=f">= {len(pairs)}"),
@@ -121,35 +125,33 @@ class Lab:
 
     def train(self, run: str, mesh: str, kind: str, *, chance: random.Random | None = None) -> int:
         """Train a run to its end. With `chance` kill a rank, and then all processes. Return the number of kills."""
-        folder = self.home / run
-        folder.mkdir(exist_ok=True)
-        (folder / "job.yaml").write_text(yaml.safe_dump(_spec(run, mesh, kind, folder)))
-        command = [
-            str(Path(sys.executable).with_name("dlac")),
-            "train",
-            str(folder / "job.yaml"),
-            "--home",
-            str(self.home),
-        ]
-        with (folder / "output").open("a") as output:
-            process = subprocess.Popen(command, stdout=output, stderr=output)
+        process = self.start(spec_of(run, mesh, kind, self.home / run))
         kills = 0
         if chance is not None:
             before = self.checkpoints(run)
             for more, everything in ((1, False), (3, True)):
                 self.wait_for(process, run, before + more)
-                supervisor = psutil.Process(process.pid)
-                ranks = [
-                    each for each in supervisor.children(recursive=True) if f"{run} rank" in " ".join(each.cmdline())
-                ]
+                supervisor, ranks = processes_of(process, run)
                 for each in [supervisor, *ranks] if everything else [chance.choice(ranks)]:
                     each.send_signal(signal.SIGKILL)
                 kills += 1
         if process.wait(timeout=_LIMIT_S) and chance is None:
-            raise RuntimeError(
-                f"expected {run!r} to train on {mesh}, found:\n{(folder / 'output').read_text()[-2000:]}"
-            )
+            raise RuntimeError(f"expected {run!r} to train on {mesh}, found:\n{self.output(run)[-2000:]}")
         return kills
+
+    def start(self, spec: dict[str, Any]) -> "subprocess.Popen[bytes]":
+        """Launch a run."""
+        folder = self.home / spec["run"]
+        folder.mkdir(exist_ok=True)
+        (folder / "job.yaml").write_text(yaml.safe_dump(spec))
+        dlac = str(Path(sys.executable).with_name("dlac"))
+        with (folder / "output").open("a") as output:
+            command = [dlac, "train", str(folder / "job.yaml"), "--home", str(self.home)]
+            return subprocess.Popen(command, stdout=output, stderr=output)
+
+    def output(self, run: str) -> str:
+        """Return what the launches of a run have printed."""
+        return (self.home / run / "output").read_text()
 
     def wait_for(self, process: "subprocess.Popen[bytes]", run: str, checkpoints: int) -> None:
         """Wait until a run has so many checkpoints."""
@@ -179,7 +181,7 @@ class Lab:
         Raise `AssertionError` if ranks of one share logged other rows.
         """
         found: dict[int, tuple[int, dict[int, Rows]]] = {}
-        for entry in self._entries(run):
+        for entry in (entry for entry in self._entries(run) if entry.get("rows") is not None):
             attempt, shares = found.get(entry["step"], (0, {}))
             if entry["attempt"] > attempt:
                 attempt, shares = entry["attempt"], {}
@@ -188,17 +190,33 @@ class Lab:
             found[entry["step"]] = attempt, shares
         return {step: [row for share in sorted(shares) for row in shares[share]] for step, (_, shares) in found.items()}
 
+    def decoding(self, run: str) -> float:
+        """Return how many row groups the ranks of a share have decoded, for each one of the first of them. The largest of all."""
+        by_share: dict[int, list[int]] = {}
+        for entry in self._entries(run):
+            if "decoded" in entry:
+                by_share.setdefault(entry["share"], []).append(entry["decoded"])
+        return max(sum(each) / max(each) for each in by_share.values())
+
     def _entries(self, run: str) -> Iterator[dict[str, Any]]:
         for path in sorted((self.home / run).glob("*.jsonl")):
             lines = path.read_text().splitlines(keepends=True)
             yield from (json.loads(line) for line in lines if line.endswith("\n"))
 
 
+def processes_of(launch: "subprocess.Popen[bytes]", run: str) -> tuple[psutil.Process, list[psutil.Process]]:
+    """Return the supervisor and the ranks of a launch."""
+    supervisor = psutil.Process(launch.pid)
+    children = supervisor.children(recursive=True)
+    return supervisor, [each for each in children if f"{run} rank" in " ".join(each.cmdline())]
+
+
 def _calm(mesh: str, kind: str) -> str:
     return f"calm-{mesh.replace(',', '-')}-{kind}"
 
 
-def _spec(run: str, mesh: str, kind: str, folder: Path) -> dict[str, Any]:
+def spec_of(run: str, mesh: str, kind: str, folder: Path) -> dict[str, Any]:
+    """Return the job spec of a run on a mesh."""
     tables = {"samples": ["samples"], "packed": ["one"], "mixed": ["one", "two"]}[kind]
     sources = [{"table": f"src.{name}", "columns": ["tokens"], "weight": 1.0} for name in tables]
     return {
@@ -206,7 +224,8 @@ def _spec(run: str, mesh: str, kind: str, folder: Path) -> dict[str, Any]:
         "source": {name: value for name, value in sources[0].items() if len(sources) > 1 or name != "weight"},
         **({"mixture": sources[1:]} if len(sources) > 1 else {}),
         **({} if kind == "samples" else {"sequences": {"length": _LENGTH}}),
-        "order": {"batch_size": _BATCH, "key_groups": 8, "seed": 5},
+        "order": {"batch_size": BATCH, "key_groups": 8, "seed": 5},
+        "read": {"shares": "node"},
         "checkpoint": {"every_steps": _EVERY, "memory_every_steps": 2},
         "launch": {"script": str(_PROGRAM), "world_size": _RANKS, "mesh": MESHES[mesh]},
         "params": {"log": str(folder)},

@@ -32,10 +32,10 @@ def measure_identity(home: Path, node: MeasuredNode, sizes: Sizes, *, kernels: s
     tokenize_corpus(lakehouse, tokenizer_path=home / "tokenizer.json", rows_per_row_group=64, appends=1)
     reference, faulty = (f"{kernels}-{which}" for which in ("reference", "faulty"))
     Supervisor(Request(spec=_spec(home, node, sizes, reference, kernels))).run()
-    expected = _losses(lakehouse, reference)
-    recovered = _train_and_kill(_spec(home, node, sizes, faulty, kernels), at_step=int(_KILL_AT * len(expected.losses)))
+    expected = losses_of(lakehouse, reference)
+    recovered = train_and_kill(_spec(home, node, sizes, faulty, kernels), at_step=int(_KILL_AT * len(expected.losses)))
     audits = [audit_run(lakehouse, run) for run in (reference, faulty)]
-    differing = differing_steps(expected, _losses(lakehouse, faulty))
+    differing = differing_steps(expected, losses_of(lakehouse, faulty))
     bar = "<= 0" if kernels == "deterministic" else None
     return {
         f"demo_steps_{kernels}": Figure(value=len(expected.losses), unit="steps", bar=">= 1"),
@@ -66,7 +66,7 @@ def _spec(home: Path, node: MeasuredNode, sizes: Sizes, run: str, kernels: str) 
     return parse_spec(raw, origin="the benchmark").resolved(home)
 
 
-def _train_and_kill(spec: JobSpec, *, at_step: int) -> list[dict[str, Any]]:
+def train_and_kill(spec: JobSpec, *, at_step: int) -> list[dict[str, Any]]:
     """Train to the end, with SIGKILL for the last rank at a step, and return the events of the recoveries."""
     recovered: list[dict[str, Any]] = []
     failed: list[BaseException] = []
@@ -92,6 +92,7 @@ def _train_and_kill(spec: JobSpec, *, at_step: int) -> list[dict[str, Any]]:
     return recovered
 
 
-def _losses(lakehouse: Lakehouse, run: str) -> LossCurve:
+def losses_of(lakehouse: Lakehouse, run: str) -> LossCurve:
+    """Return the losses of a run."""
     with open_run(lakehouse, run) as connection:
         return read_losses(connection, run)

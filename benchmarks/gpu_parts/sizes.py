@@ -38,6 +38,8 @@ class Sizes:
     memory: dict[str, Size]
     """Trainings that keep states in memory."""
     memory_kills: int
+    mesh: dict[str, str]
+    """Params of the GPT on a mesh."""
 
 
 _SMALL = ModelSize(vocab_size=1024, d_model=64, layers=2, heads=4, length=129, batch=16)
@@ -56,6 +58,7 @@ ACCELERATOR = Sizes(
         "400M": replace(SIZES["400M"], batch=1024, sharded=False),
     },
     memory_kills=4,
+    mesh={"layers": "8", "width": "1024", "vocabulary": "8192"},
 )
 CPU = Sizes(
     corpus="asyncio",
@@ -69,6 +72,7 @@ CPU = Sizes(
     block_pairs=11,
     memory={"1.1M": SIZES["1.1M"]},
     memory_kills=6,
+    mesh={"layers": "2", "width": "64", "vocabulary": "512"},
 )
 QUICK = Sizes(
     corpus="asyncio",
@@ -82,6 +86,7 @@ QUICK = Sizes(
     block_pairs=3,
     memory={"1.1M": SIZES["1.1M"]},
     memory_kills=2,
+    mesh={"layers": "2", "width": "32", "vocabulary": "64"},
 )
 
 

@@ -9,19 +9,20 @@ import os
 import sys
 from pathlib import Path
 
+import pyarrow as pa
 import torch
 from torch import Tensor
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn import functional
 
 import dlac_pipeline as dlac
+from dlac_pipeline.read.blocks import BlockDecoder
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from examples.mesh.train import EMPTY, JOINED, SPLIT, Block, Gpt
+from examples.mesh.train import EMPTY, JOINED, SPLIT, Block, Gpt, Step
 
 _WIDTH, _LAYERS, _VOCABULARY = 32, 2, 64
 
@@ -50,6 +51,21 @@ class GatheringBlock(Block):
         return features + added
 
 
+DECODED: list[int] = []
+"""Each row group that this rank has decoded."""
+
+
+def count_decoding() -> None:
+    """Count the row groups that this rank decodes."""
+    decode = BlockDecoder.row_group
+
+    def counted(decoder: BlockDecoder, path: str, row_group: int, rows: int) -> pa.Table:
+        DECODED.append(row_group)
+        return decode(decoder, path, row_group, rows)
+
+    setattr(BlockDecoder, "row_group", counted)  # noqa: B010 - no reader counts them
+
+
 def make_model(mesh: DeviceMesh) -> Gpt:
     """Return the stage of this rank, split over tensors and sharded over all ranks with other tokens."""
     model = Gpt(_LAYERS, _WIDTH, _VOCABULARY, stage=mesh["pp"].get_local_rank(), stages=mesh["pp"].size())
@@ -64,55 +80,44 @@ def make_model(mesh: DeviceMesh) -> Gpt:
     return model
 
 
+def split(batch: dlac.Batch, mesh: DeviceMesh) -> tuple[tuple[Tensor, Tensor], list[list[int]], float]:
+    """Return this rank's part of the sequences as inputs and targets, the rows of its share, and the factor of the losses."""
+    tokens, mask, whole = batch["tokens"].long(), batch.valid[:, None].expand(batch["tokens"].shape), 0
+    if "document" in batch.tensors:
+        mask, whole = batch["document"] > 0, batch.tokens
+    width = tokens.shape[1] // mesh.size()
+    mine = slice(mesh.get_local_rank() * width, (mesh.get_local_rank() + 1) * width)
+    entering = tokens[:, mine] % _VOCABULARY
+    rows = [sequence[valid].tolist() for sequence, valid in zip(tokens, mask, strict=True) if valid.any()]
+    scale = batch.readers * mesh.size() / (whole or batch.rows * tokens.shape[1])
+    return (entering, entering.masked_fill(~mask[:, mine], EMPTY)), rows, scale
+
+
 def main() -> None:
     """Train from the committed checkpoint, if there is one, to the end of the run."""
+    count_decoding()
     with (
         dlac.training_run() as run,
         Path(run.spec.params["log"], f"{run.resume_point.nonce}-{run.rank}.jsonl").open("a") as log,
     ):
         mesh = run.mesh
-        stage, stages, part, parts = (
-            each for name in ("pp", "cp") for each in (mesh[name].get_local_rank(), mesh[name].size())
-        )
         model = make_model(mesh)
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         run.restore(dlac.DistributedState(model=model, optimizer=optimizer))
-        scale = 0.0
-
-        def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-            flat = functional.cross_entropy(
-                logits.flatten(0, 1), targets.flatten(), ignore_index=EMPTY, reduction="sum"
-            )
-            return flat * scale
-
-        pipeline = None
-        if stages > 1:
-            piece = PipelineStage(model, stage, stages, torch.device("cpu"), group=mesh["pp"].get_group())
-            pipeline = Schedule1F1B(piece, n_microbatches=2, loss_fn=loss_of, scale_grads=False)
+        step = Step(model, mesh)
         for batch in run.batches():
-            tokens, mask = batch["tokens"].long(), batch.valid[:, None].expand(batch["tokens"].shape)
-            if "document" in batch.tensors:
-                mask = batch["document"] > 0
-            width = tokens.shape[1] // parts
-            mine = slice(part * width, (part + 1) * width)
-            entering = tokens[:, mine] % _VOCABULARY
-            targets = entering.masked_fill(~mask[:, mine], EMPTY)
-            whole = batch.tokens if "document" in batch.tensors else batch.rows * tokens.shape[1]
-            scale = batch.readers * parts / whole
+            values, rows, scale = None, None, 0.0
+            if batch.tensors:
+                values, rows, scale = split(batch, mesh["cp"])
             optimizer.zero_grad()
-            losses: list[Tensor] = []
-            if pipeline is None:
-                losses.append(loss_of(model(entering), targets))
-                losses[0].backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-            else:
-                inputs = [entering] if stage == 0 else []
-                pipeline.step(*inputs, target=targets if stage == stages - 1 else None, losses=losses)
+            loss = step.train(values, scale)
             optimizer.step()
-            rows = [sequence[valid].tolist() for sequence, valid in zip(tokens, mask, strict=True) if valid.any()]
             entry = {"step": batch.step, "share": run.coordinate.index, "rank": run.rank, "rows": rows}
             print(json.dumps({"attempt": run.resume_point.attempt, **entry}), file=log, flush=True)
             os.fsync(log.fileno())
-            run.step_done(torch.stack(losses).sum().detach() if losses else None)
+            run.step_done(loss)
+        about = {"decoded": len(DECODED), "share": run.coordinate.index, "attempt": run.resume_point.attempt}
+        print(json.dumps(about), file=log, flush=True)
 
 
 if __name__ == "__main__":
