@@ -191,6 +191,8 @@ def test_catalog_is_named_in_project(folder: Path, here: Command, monkeypatch: p
         ("numbers --columns other", "in --columns, of table 'lake.numbers', found 'other'"),
         ("numbers --run a/b", "expected the name of a run"),
         ("numbers --into numbers/a.parquet", "expected a folder to write into, found [Errno 17]"),
+        ("numbers --mesh tp=2", "expected tokens or a text to train a GPT on a mesh, found ['a', 'b \"c\"', 'när']"),
+        ("tokens --mesh tp=2,dp=2", "expected numbers of ranks in --mesh, such as tp=2,pp=2, found 'tp=2,dp=2'"),
     ],
 )
 def test_refusal_names_next_step(folder: Path, here: Command, arguments: str, expected: str) -> None:
@@ -205,6 +207,18 @@ def test_refusal_names_next_step(folder: Path, here: Command, arguments: str, ex
     assert not Path("job.toml").exists()
     assert "registered" not in refused.stderr
     assert not Path(".dlac").exists() or not [*connect(LakehouseConfig().at_home(".dlac")).catalog.list_tables("lake")]
+
+
+@pytest.mark.slow
+def test_mesh_project_trains(folder: Path, here: Command) -> None:
+    """The script of examples/mesh trains on packed tokens, and ranks of one replica on each row once."""
+    made = here("init", "tokens", "--mesh", "tp=2,pp=2", "--run", "my-run")
+    assert made.returncode == 0, made.stderr
+    assert read_spec(Path("job.toml")).launch.mesh.replica_ranks == read_spec(Path("job.toml")).launch.world_size == 4
+    trained = here("train", "job.toml")
+    assert trained.returncode == 0, trained.stderr
+    report = audit_run(connect(LakehouseConfig().at_home(".dlac")), "my-run")
+    assert (report.exact, report.rows_consumed) == (True, _ROWS)
 
 
 def test_second_run_is_a_second_file(folder: Path, here: Command) -> None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from dlac_pipeline.extensions.registration.new_project import Trainable
     from dlac_pipeline.lakehouse.config import LakehouseConfig
     from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
+    from dlac_pipeline.spec.mesh_spec import MeshSpec
 
 PANEL = "Train"
 _WILD = re.compile(r"[*?\[]")
@@ -45,6 +46,7 @@ _Columns = Annotated[
     "dlac init /data/points --run first",
     "dlac init 's3://bucket/pages/**/*.parquet' --table docs.pages --into pages",
     "dlac init docs.pages --catalog prod",
+    "dlac init docs.pages --mesh tp=2,pp=2",
 )
 def init(
     source: _Source,
@@ -57,6 +59,10 @@ def init(
     catalog: Annotated[
         str | None, Option(help="Catalog, by its name in PyIceberg's configuration. Unset: the one in --home.")
     ] = None,
+    mesh: Annotated[
+        str,
+        Option(help="Parts of a model that does not fit one device, as tp=2,pp=2: the script is a GPT on this mesh."),
+    ] = "",
     home: ui.Home = None,
 ) -> None:
     """Write a job file, a training script and a Dagster project for a table, or for Parquet files in their place.
@@ -70,6 +76,7 @@ def init(
     named = re.sub(r"[^A-Za-z0-9._-]", "-", name.rpartition(".")[2]).lstrip("._-")[:100]
     run = check_run_name(run or named or "first")
     check_free(into, run)
+    wanted_mesh = _mesh_of(mesh)
     wanted = [each.strip() for each in columns.split(",")] if columns else []
     with ExitStack() as undo:
         if _is_location(source):
@@ -77,7 +84,7 @@ def init(
         else:
             lakehouse = ui.lakehouse_of(None, home, create=catalog is not None, catalog=catalog)
         found = find_trainable(lakehouse, name, wanted)
-        written = write_project(into, run, found, {} if catalog is None else {"name": catalog})
+        written = write_project(into, run, found, {} if catalog is None else {"name": catalog}, wanted_mesh)
         undo.pop_all()
     if _is_location(source):
         typer.echo(f"registered {source} as table {name}", err=True)
@@ -125,6 +132,21 @@ def register(
     else:
         done = register_files(_lakehouse_for_files(config, table, location), table, location, dry_run=dry_run)
     ui.show_facts(asdict(done), as_json=as_json)
+
+
+def _mesh_of(text: str) -> "MeshSpec":
+    """Return the mesh that an option states. Raise `SpecInvalid` if it states none."""
+    from pydantic import ValidationError
+
+    from dlac_pipeline.spec.mesh_spec import MeshSpec
+
+    given = dict(each.strip().partition("=")[::2] for each in text.split(",") if each.strip())
+    try:
+        return MeshSpec.model_validate(given)
+    except ValidationError as err:
+        raise SpecInvalid(
+            f"expected numbers of ranks in --mesh, such as tp=2,pp=2, found {text!r}: {err.errors()[0]['msg']}"
+        ) from err
 
 
 def _has_catalog(config: "LakehouseConfig") -> bool:

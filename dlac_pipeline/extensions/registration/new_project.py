@@ -1,5 +1,6 @@
 """A project for a table: job file, training script, Dagster project. In: the table. Out: files, from templates in project/."""
 
+import itertools
 import json
 import re
 import tomllib
@@ -31,6 +32,7 @@ from dlac_pipeline.lakehouse.iceberg.columns import FileColumns, name_mapping_of
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, reachable
 from dlac_pipeline.rows.columns import check_names
 from dlac_pipeline.spec.job_spec import parse_spec, read_spec
+from dlac_pipeline.spec.mesh_spec import DATA_PARALLEL, MeshSpec
 
 _HERE = Path(__file__).parent
 _NUMBERS = (ice.BooleanType, ice.IntegerType, ice.LongType, ice.FloatType, ice.DoubleType)
@@ -186,9 +188,9 @@ def check_free(folder: Path, run: str) -> None:
         )
 
 
-def _templates(run: str, kind: Kind = "numbers") -> dict[str, Path]:
-    """Return the templates of a project's files by the names of these files."""
-    templates = {"train.py": _HERE / f"train_{'numbers' if kind == 'numbers' else 'tokens'}.py.template"}
+def _templates(run: str, script: str = "numbers") -> dict[str, Path]:
+    """Return the templates of a project's files by the names of these files. `script`: numbers, tokens or mesh."""
+    templates = {"train.py": _HERE / f"train_{script}.py.template"}
     for path in sorted((_HERE / "project").rglob("*.*")):
         name = str(path.relative_to(_HERE / "project")).replace("RUN", _module_name(run))
         templates[name.removesuffix(".template")] = path
@@ -203,8 +205,12 @@ def _writing() -> Iterator[None]:
         raise SpecInvalid(f"expected a folder to write into, found {err}: name another one with --into") from err
 
 
-def write_project(folder: Path, run: str, found: Trainable, lakehouse: Mapping[str, str]) -> list[str]:
+def write_project(
+    folder: Path, run: str, found: Trainable, lakehouse: Mapping[str, str], mesh: MeshSpec = DATA_PARALLEL
+) -> list[str]:
     """Write the files of a project, and return their names. `lakehouse` are settings as a job file has them.
+
+    With a mesh, the script is the one of examples/mesh, and has as many ranks as one replica of the model.
 
     Texts are tokenized by the tokenizer.json of the folder. Without one, a file is written in which each byte is a token.
     Raise `SpecInvalid`, and write nothing, if a file exists or cannot be written, or the run cannot have this name.
@@ -219,7 +225,19 @@ def write_project(folder: Path, run: str, found: Trainable, lakehouse: Mapping[s
     values |= {"vocabulary": str(vocabulary), "lakehouse": _json(lakehouse), "job_file": "job.toml"}
     values |= {"outputs": str(found.classes or 1), "loss": _CLASSES if found.classes else _QUANTITY}
     values |= _job_values(run, found, tokenizer, lakehouse)
-    for name, template in _templates(run, found.kind).items():
+    script = "numbers" if found.kind == "numbers" else "tokens"
+    if mesh != DATA_PARALLEL:
+        if script == "numbers":
+            raise SpecInvalid(
+                f"expected tokens or a text to train a GPT on a mesh, found {list(found.columns)!r}: name such a column with "
+                "--columns, or leave out --mesh"
+            )
+        script, values["ranks"] = "mesh", str(mesh.replica_ranks)
+        params = {"layers": str(2 * mesh.pp), "width": str(32 * mesh.tp), "vocabulary": str(vocabulary)}
+        dimensions = {name: size for name, size in mesh.model_dump().items() if size > 1}
+        for section, settings in (("launch.mesh", dimensions), ("params", params)):
+            values["more"] += f"\n[{section}]\n" + "".join(itertools.starmap(_setting, settings.items()))
+    for name, template in _templates(run, script).items():
         texts[name] = Template(template.read_text()).substitute(values)
     parse_spec(tomllib.loads(texts["job.toml"]), origin="job.toml")
     return _write_new(folder, texts)
@@ -282,7 +300,13 @@ def _job_values(run: str, found: Trainable, tokenizer: str, lakehouse: Mapping[s
     if lakehouse:
         more += "\n[lakehouse]\n" + "".join(_setting(name, value) for name, value in lakehouse.items())
     quoted = {"run": _json(run), "table": _json(found.table), "columns": _json(found.columns)}
-    return {**quoted, "batch_size": "128" if found.kind == "numbers" else "16", "rows": rows, "more": more}
+    return {
+        **quoted,
+        "ranks": "1",
+        "batch_size": "128" if found.kind == "numbers" else "16",
+        "rows": rows,
+        "more": more,
+    }
 
 
 def _json(value: object) -> str:
