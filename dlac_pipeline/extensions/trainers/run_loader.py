@@ -73,7 +73,7 @@ class RunLoader:
             full = batch.rows == self._run.spec.order.batch_size
             for part, weight in cut(batch, self._micro_batches, full=full):
                 self._run.reset_generators()
-                given = _Given(weight)
+                given = _Given(weight, weighed=not batch.tensors)
                 self._given.append(given)
                 noted = replace(part, on_weight=given.note)
                 yield noted if self._inputs is None else self._inputs(noted)
@@ -117,8 +117,11 @@ def cut(batch: Batch, parts: int, *, full: bool) -> Iterator[tuple[Batch, float]
     """Yield the samples of a batch in micro-batches that differ by at most one sample, and the weights of these.
 
     A rank with fewer samples than `parts` fills up with micro-batches of one invalid slot, because all ranks have equally many
-    steps of their collectives. `full` is true if no slot of the global batch is empty.
+    steps of their collectives. `full` is true if no slot of the global batch is empty. A batch without values has no slots.
     """
+    if not batch.tensors:
+        yield from [(replace(batch, micro_batches=parts), 0.0)] * parts
+        return
     kept = batch if full else drop_empty_slots(batch)
     samples = len(kept.valid)
     slots = torch.arange(samples) if full else batch.valid.nonzero().flatten()

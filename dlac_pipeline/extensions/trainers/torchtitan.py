@@ -36,6 +36,10 @@ class RunDataLoader:
                 f"expected this process at {run.coordinate.index} of {run.coordinate.count} in data parallelism, by launch.mesh, "
                 f"found it at {dp_rank} of {dp_world_size}: set launch.mesh to torchtitan's tensor, pipeline and context degrees"
             )
+        if run.spec.launch.mesh.pp > 2 and run.spec.read.stages == "ends":
+            raise SpecInvalid(
+                'expected read.stages = "all" with torchtitan, each of whose stages counts labels, found "ends": set it'
+            )
         samples = run.spec.order.batch_size // run.coordinate.count
         if samples % local_batch_size:
             raise SpecInvalid(
