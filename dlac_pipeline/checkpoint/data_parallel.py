@@ -184,7 +184,7 @@ class SharedBatches:
     def note(self, batch: Batch) -> None:
         """Digest a batch that the reader has handed over, if it is one that is compared."""
         if self._handed % EVERY == 0:
-            tensors = {**batch.tensors, "valid": batch.valid}
+            tensors = {**batch.tensors, "valid": batch.valid} if batch.tensors else {}
             self._noted[batch.step] = {name: _digest(each) for name, each in tensors.items()}
         self._handed += 1
 
@@ -197,6 +197,8 @@ class SharedBatches:
         with failing_together(self._tree, doing="comparing the batches of the ranks"):
             firsts: dict[int, tuple[int, dict[str, bytes]]] = {}
             for rank, (share, found) in enumerate(map(msgpack.unpackb, gathered or [])):
+                if not found:  # a stage that needs no values
+                    continue
                 first, expected = firsts.setdefault(share, (rank, found))
                 if other := sorted(name for name in expected if expected[name] != found.get(name)):
                     cause = (

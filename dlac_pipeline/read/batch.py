@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 
+from dlac_pipeline.lakehouse.errors import ScriptInvalid
 from dlac_pipeline.plan.units import Ints
 from dlac_pipeline.read.device import Device, DeviceCopies
 from dlac_pipeline.read.line import BlockAdvance
@@ -50,7 +51,12 @@ class Batch:
     """Called when the weight or a mean is requested."""
 
     def __getitem__(self, column: str) -> torch.Tensor:
-        """The tensor of one column."""
+        """The tensor of one column. Raise `ScriptInvalid` for a batch without values: of a stage in the middle of a pipeline."""
+        if not self.tensors:
+            raise ScriptInvalid(
+                f"expected values of {column!r}, found none, because this rank has a stage in the middle of the "
+                'pipeline: use batches at the first and the last stage only, or set read.stages = "all"'
+            )
         return self.tensors[column]
 
     def copy_with(self, copies: DeviceCopies) -> "Batch":
@@ -80,7 +86,7 @@ class Batch:
 
     def token_mean(self, per_token: torch.Tensor) -> torch.Tensor:
         """Return the mean of `per_token` [B/R, T] over the tokens of a packed global batch. Padding does not count."""
-        return self._share(per_token, counted=self.tensors["document"] > 0, of=self.tokens)
+        return self._share(per_token, counted=self["document"] > 0, of=self.tokens)
 
     def _share(self, losses: torch.Tensor, *, counted: torch.Tensor, of: int) -> torch.Tensor:
         self.on_mean(losses)

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from dlac_pipeline.lakehouse.errors import SpecInvalid
-from dlac_pipeline.plan.order import ReaderState
+from dlac_pipeline.plan.order import LegOrder, ReaderState
 from dlac_pipeline.plan.slots import DataCoordinate, groups_of_slots
 from dlac_pipeline.plan.source_order import Cursor
 from dlac_pipeline.plan.units import Ints
@@ -152,7 +152,7 @@ class BatchReader:
         """The slots of each key group in the reader's batch."""
 
     def __iter__(self) -> Iterator[Batch]:
-        return self._counted() if self._order.counted else self._batches_with_counts()
+        return self._counted() if self._order.counted else with_sums(self._order, self._ahead)
 
     def every(self, count: int, first: int = 0) -> Iterator[Batch]:
         """Yield the `first`-th (from 0) of the remaining batches, and every `count`-th from then on, and skip the rest.
@@ -245,18 +245,6 @@ class BatchReader:
                 cursors=cursors[index],
             )
 
-    def _batches_with_counts(self) -> Iterator[Batch]:
-        """Read one batch ahead, because all readers must have read a batch before its total is known."""
-        upcoming = self._ahead()
-        while upcoming is not None:
-            batch, sums = upcoming
-            rows, tokens, lasting, readers = sums()
-            full = rows == self._order.settings.batch_size and lasting == readers
-            if not rows or not lasting or not (full or not self._order.settings.pending_tail):
-                return
-            upcoming = self._ahead()
-            yield replace(batch, rows=rows, tokens=tokens)
-
     def _ahead(self) -> tuple[Batch, Sums] | None:
         last = self._order.total_steps
         if last is not None and self._step >= last:
@@ -336,6 +324,22 @@ class BatchReader:
             self._lengths[name] = length or 0
             kind = ColumnKind(name=name, items=column.values.dtype, listed=listed, length=length)
             self._kinds.setdefault(name, replace(kind, inner=column.values.shape[2:]))
+
+
+def with_sums(order: LegOrder, ahead: Callable[[], tuple[Batch, Sums] | None]) -> Iterator[Batch]:
+    """Yield the batches of a streamed leg. `ahead` reads the next one, and starts to sum its counts over all readers.
+
+    One batch is read ahead, because all readers must have read a batch before its total is known.
+    """
+    upcoming = ahead()
+    while upcoming is not None:
+        batch, sums = upcoming
+        rows, tokens, lasting, readers = sums()
+        full = rows == order.settings.batch_size and lasting == readers
+        if not rows or not lasting or not (full or not order.settings.pending_tail):
+            return
+        upcoming = ahead()
+        yield replace(batch, rows=rows, tokens=tokens)
 
 
 def _items_of(taken: Sequence[GroupBatch]) -> int:

@@ -237,6 +237,11 @@ class ReadSpec(spec_problems.Section):
     """Threads of a rank that decode in advance."""
     budget_mb: int = Field(default=1024, ge=1, le=2**24)
     """Megabytes of decoded blocks that a rank may keep. The blocks that are being read must fit."""
+    shares: Literal["each", "node"] = "each"
+    """Which ranks of a replica of the model decode the share that they read. "each": all. "node": one on each node, whose memory
+    the others map."""
+    stages: Literal["ends", "all"] = "ends"
+    """Stages of a pipeline that get values. "ends": the first and the last one, and batches of the others have no tensors."""
 
 
 class CheckpointSpec(spec_problems.Section):

@@ -50,6 +50,10 @@ class MeshSpec(Section):
         """Return whether a rank has the last stage of the pipeline, and so the loss."""
         return rank >= world_size - world_size // self.pp
 
+    def is_middle_stage(self, rank: int, world_size: int) -> bool:
+        """Return whether a rank has neither the first nor the last stage of the pipeline."""
+        return 0 < self.coordinates(rank, world_size)["pp"] < self.pp - 1
+
     def is_first_of_stage(self, rank: int, world_size: int) -> bool:
         """Return whether a rank is the first of its share in its stage."""
         place = self.coordinates(rank, world_size)

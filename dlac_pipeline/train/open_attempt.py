@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.read.opening.open_leg import OpenLeg, open_leg
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.track.tracker import ReaderStateTracker
+from dlac_pipeline.train.rank_reader import open_reader, open_replay
 from dlac_pipeline.train.replaying_reader import Reader, ReplayingReader
 from dlac_pipeline.train.restored_state import RestoredMemory, read_memory
 
@@ -103,10 +105,14 @@ def open_attempt(
     state = begun if memory is None else memory.cursors
     if not point.leg_is_new:
         check_restored(opened.order, point.step, state)
-    reader = make_reader(opened) if make_reader is not None else _open_reader(opened, point.step, state, communicator)
+    if make_reader is None:
+        reader = open_reader(opened, point.step, state, communicator, nonce=point.nonce)
+    else:
+        reader = make_reader(opened)
     tracker = _begin_tracker(point, reader, state, memory, communicator)
     if replays:
-        reader = ReplayingReader(reader, opened, tracker, communicator.tree, skipped_before=point.skipped)
+        open_again = partial(open_replay, opened, communicator)
+        reader = ReplayingReader(reader, open_again, opened, tracker, communicator.tree, skipped_before=point.skipped)
     manager = CheckpointManager(
         spec,
         _trained_leg(point, opened, attempt, writer),
@@ -126,13 +132,6 @@ def open_attempt(
         plans=plans,
         memory=memory,
     )
-
-
-def _open_reader(opened: OpenLeg, step: int, state: ReaderState, communicator: Communicator) -> Reader:
-    exchange = communicator.exchange(counted=opened.order.counted)
-    last = opened.order.total_steps
-    step = step if last is None else min(step, last)  # replays come after the last one
-    return opened.reader(coordinate=communicator.coordinate, step=step, state=state, exchange=exchange)
 
 
 def _trained_leg(point: ResumePoint, opened: OpenLeg, attempt: Attempt, writer: str) -> AttemptLeg:

@@ -1,7 +1,7 @@
 """Reader of an attempt that replays skipped steps, once the reader of the leg has ended."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from typing import Protocol
@@ -33,17 +33,18 @@ class ReplayingReader:
     def __init__(
         self,
         reader: Reader,
+        open_again: Callable[[int], Reader],
         opened: OpenLeg,
         tracker: ReaderStateTracker,
         tree: RankTree,
         *,
         skipped_before: Sequence[int],
     ) -> None:
-        """`skipped_before`: steps of the leg until the tracker's last checkpoint. The tracker has the others."""
+        """`open_again` opens a reader of what follows a step. `skipped_before`: steps until the tracker's last checkpoint."""
         end = opened.order.total_steps
         assert end is not None, "the job spec has a source that ends"
         self.groups = reader.groups
-        self._reader, self._opened, self._tracker, self._tree = reader, opened, tracker, tree
+        self._reader, self._open_again, self._tracker, self._tree = reader, open_again, tracker, tree
         skipped = [*skipped_before, *tracker.skipped]
         self._replays = tracker.replays = Replays(end=end, limit=opened.leg.steps, skipped=skipped)
 
@@ -60,9 +61,9 @@ class ReplayingReader:
 
     def _replay(self, step: int) -> Batch:
         """Return the batch of the step that this one replays. It moves no cursor."""
-        cursors, coordinate = self._tracker.cursors, self._tracker.coordinate
+        cursors = self._tracker.cursors
         assert cursors is not None, "the reader of a counted leg has them"
-        with closing(self._opened.reader(coordinate=coordinate, step=self._replays.original(step) - 1)) as reader:
+        with closing(self._open_again(self._replays.original(step) - 1)) as reader:
             return replace(next(iter(reader)), step=step, cursors=cursors)
 
     def _check_agreement(self) -> None:

@@ -1,10 +1,4 @@
-"""Train a small GPT on a mesh: tensor parallelism, pipeline stages and FSDP2 in one script, as `launch.mesh` says.
-
-The ranks of a replica get the same batch. Stages before the last one have no loss. What is committed is restored on any other
-mesh, because parameters keep the names that they have in the whole model.
-"""
-
-from __future__ import annotations
+"""Train a small GPT on a mesh: tensor parallelism, pipeline stages and FSDP2 in one script, as `launch.mesh` says."""
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +12,7 @@ import dlac_pipeline as dlac
 
 SPLIT = {"query": ColwiseParallel, "key": ColwiseParallel, "value": ColwiseParallel, "up": ColwiseParallel}
 JOINED = {"out": RowwiseParallel, "down": RowwiseParallel}
-EMPTY = -100
-"""Target of a slot without a sample."""
+EMPTY = -100  # target of a slot without a sample
 
 
 class Block(nn.Module):
@@ -54,9 +47,7 @@ class Gpt(nn.Module):
         whole = {str(layer): Block(width, head_width=8) for layer in range(layers)}
         embedding, head = nn.Embedding(vocabulary, width), nn.Linear(width, vocabulary)
         self.embedding = embedding if stage == 0 else None
-        self.blocks = nn.ModuleDict(
-            {name: each for name, each in whole.items() if int(name) * stages // layers == stage}
-        )
+        self.blocks = nn.ModuleDict({n: each for n, each in whole.items() if int(n) * stages // layers == stage})
         self.head = head if stage == stages - 1 else None
 
     def forward(self, entering: Tensor) -> Tensor:
@@ -76,43 +67,53 @@ def split(model: Gpt, mesh: DeviceMesh) -> None:
     fully_shard(model, mesh=mesh["dp"])
 
 
+class Step:
+    """Forward and backward pass of a batch, through the stages of a pipeline if the mesh has several."""
+
+    def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        stage, stages = mesh["pp"].get_local_rank(), mesh["pp"].size()
+        self._scale = 0.0
+        self._part = PipelineStage(model, stage, stages, torch.device(mesh.device_type), group=mesh["pp"].get_group())
+        self._pipeline = Schedule1F1B(self._part, n_microbatches=stages, loss_fn=self._loss_of, scale_grads=False)
+
+    def train(self, values: tuple[Tensor, Tensor] | None, scale: float) -> Tensor | None:
+        """Take inputs and targets, or None. Return the sum of losses times `scale`, or None before the last stage."""
+        self._scale, losses = scale, list[Tensor]()
+        inputs = values[:1] if values and self._part.is_first else ()
+        self._pipeline.step(*inputs, target=values[1] if values and self._part.is_last else None, losses=losses)
+        return torch.stack(losses).sum().detach() if losses else None
+
+    def _loss_of(self, logits: Tensor, targets: Tensor) -> Tensor:
+        summed = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=EMPTY, reduction="sum")
+        return summed * self._scale
+
+
+def values_of(batch: dlac.Batch, vocabulary: int) -> tuple[tuple[Tensor, Tensor] | None, float]:
+    """Return inputs and targets, and the factor of their losses as in `batch.mean`. Stages in the middle have no values."""
+    if not batch.tensors:
+        return None, 0.0
+    tokens = batch["tokens"].long() % vocabulary
+    counted, whole = batch.valid[:, None], batch.rows * (tokens.shape[1] - 1)
+    if "document" in batch.tensors:  # packed documents
+        counted, whole = batch["document"][:, 1:] > 0, batch.tokens
+    return (tokens[:, :-1], tokens[:, 1:].masked_fill(~counted, EMPTY)), batch.readers / whole
+
+
 def main() -> None:
     """Train from the committed checkpoint, if there is one, to the end of the run."""
     with dlac.training_run() as run:
         params, mesh = run.spec.params, run.mesh
         layers, width, vocabulary = (int(params.get(name, "32")) for name in ("layers", "width", "vocabulary"))
-        stage, stages = mesh["pp"].get_local_rank(), mesh["pp"].size()
-        model = Gpt(layers, width, vocabulary, stage=stage, stages=stages)
+        model = Gpt(layers, width, vocabulary, stage=mesh["pp"].get_local_rank(), stages=mesh["pp"].size())
         split(model, mesh)
         optimizer = torch.optim.AdamW(model.parameters(), lr=float(params.get("lr", "3e-3")))
         run.restore(dlac.DistributedState(model=model, optimizer=optimizer))
-        scale = 0.0
-
-        def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-            summed = functional.cross_entropy(
-                logits.flatten(0, 1), targets.flatten(), ignore_index=EMPTY, reduction="sum"
-            )
-            return summed * scale
-
-        pipeline = None
-        if stages > 1:
-            part = PipelineStage(model, stage, stages, torch.device("cpu"), group=mesh["pp"].get_group())
-            pipeline = Schedule1F1B(part, n_microbatches=2, loss_fn=loss_of, scale_grads=False)
-        for batch in run.batches():
-            tokens = batch["tokens"].long()
-            entering, targets = tokens[:, :-1], tokens[:, 1:].masked_fill(~batch.valid[:, None], EMPTY)
-            # as batch.mean: the sum over this rank's tokens, so that an average over ranks is the mean over all tokens
-            scale = batch.readers / (batch.rows * targets.shape[1])
+        step = Step(model, mesh)
+        for batch in run.batches(device=mesh.device_type):
             optimizer.zero_grad()
-            losses: list[Tensor] = []
-            if pipeline is None:
-                losses.append(loss_of(model(entering), targets))
-                losses[0].backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-            else:
-                first, last = stage == 0, stage == stages - 1
-                pipeline.step(*([entering] if first else []), target=targets if last else None, losses=losses)
+            loss = step.train(*values_of(batch, vocabulary))
             optimizer.step()
-            run.step_done(torch.stack(losses).sum().detach() if losses else None)
+            run.step_done(loss)
 
 
 if __name__ == "__main__":

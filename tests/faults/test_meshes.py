@@ -14,7 +14,7 @@ from dlac_pipeline import TorchState
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.extensions.replay.step_rows import StepRows
 from dlac_pipeline.lakehouse.errors import ScriptInvalid
-from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
+from dlac_pipeline.spec.job_spec import JobSpec, SequenceSpec, parse_spec
 from tests.conftest import Arena
 from tests.ports import own_port
 
@@ -34,12 +34,13 @@ def tokens(campaign: Arena) -> Arena:
     return campaign
 
 
-def spec(arena: Arena, run: str, ranks: int, mesh: dict[str, int], **launch: Any) -> JobSpec:
+def spec(arena: Arena, run: str, ranks: int, mesh: dict[str, int], *, shares: str = "each", **launch: Any) -> JobSpec:
     """Return the spec of a run on a mesh."""
     raw = {
         "run": run,
         "source": {"table": "src.meshed", "columns": ["row_id", "tokens"]},
         "order": {"batch_size": 16, "key_groups": 4, "seed": 5},
+        "read": {"shares": shares},
         "checkpoint": {"every_steps": 5},
         "launch": {"script": str(arena.program("train_mesh.py")), "world_size": ranks, "mesh": mesh, **launch},
         "params": {"journal": str(arena.home / "journal"), "layers": "4"},
@@ -59,8 +60,54 @@ def one_rank(tokens: Arena) -> Arena:
 
 
 def test_run_leaves_its_mesh(one_rank: Arena) -> None:
-    """A rank of a mesh is killed, and the rest is trained with data parallelism alone. Rows equal those of one rank."""
-    train_on(one_rank, "left", [BOTH, {}])
+    """A rank of a mesh is killed, and the rest is trained with data parallelism alone. Rows equal those of one rank.
+
+    One rank decodes for all of its node.
+    """
+    train_on(one_rank, "left", [BOTH, {}], shares="node")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shares", ["each", "node"])
+def test_middle_stage_gets_no_values(tokens: Arena, shares: str) -> None:
+    """Packed documents go through four stages. The whole node dies, and then a stage in the middle."""
+    for run, ranks, mesh in (("packed-one", 1, {}), (f"packed-{shares}", 4, {"pp": 4})):
+        job = packed(spec(tokens, run, ranks, mesh, shares=shares))
+        if ranks == 1:
+            if not tokens.lineage(run):
+                tokens.launched(job)
+            continue
+        first = tokens.launch(job)
+        first.wait_for("checkpoint", 1)
+        first.destroy()
+        second = tokens.launch(job)
+        second.wait_for("checkpoint", 1)
+        os.kill(second.ranks()[1].pid, signal.SIGKILL)
+        assert second.wait() == 0, second.stderr
+        assert audit_run(tokens.lakehouse, run).exact
+        assert tokens.losses(run) == pytest.approx(tokens.losses("packed-one"), rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}], ids="+".join)
+def test_dropout_resumes_to_the_last_bit(tokens: Arena, mesh: dict[str, int]) -> None:
+    """Blocks with dropout that are computed again in the backward pass draw the same numbers after a death, of all and of one."""
+    for run in (f"dropped-{'-'.join(mesh)}", f"calm-{'-'.join(mesh)}"):
+        launch = tokens.launch(job := spec(tokens, run, 4, mesh, args=["--dropout"]))
+        if run.startswith("dropped"):
+            launch.wait_for("checkpoint", 2)
+            os.kill(launch.ranks()[-1].pid, signal.SIGKILL)
+            launch.wait_for("checkpoint", 4)
+            launch.destroy()
+            launch = tokens.launch(job)
+        assert launch.wait() == 0, launch.stderr
+    assert tokens.losses(f"dropped-{'-'.join(mesh)}") == tokens.losses(f"calm-{'-'.join(mesh)}")
+
+
+def packed(job: JobSpec) -> JobSpec:
+    """Return the job with its tokens packed into sequences of another length."""
+    source = job.source.model_copy(update={"columns": ["tokens"]})
+    return job.model_copy(update={"source": source, "sequences": SequenceSpec(length=12)})
 
 
 @pytest.mark.slow
@@ -76,11 +123,11 @@ def test_run_changes_its_mesh(one_rank: Arena) -> None:
         assert [row.value for row in steps.of(staged, rank=rank, column="row_id")] == journal[rank]
 
 
-def train_on(tokens: Arena, run: str, meshes: Sequence[dict[str, int]]) -> None:
+def train_on(tokens: Arena, run: str, meshes: Sequence[dict[str, int]], *, shares: str = "each") -> None:
     """Train a run on meshes, one after the other, and compare its rows and losses with those of one rank."""
     chance = random.Random(2)
     for number, mesh in enumerate(meshes):
-        launch = tokens.launch(spec(tokens, run, 4, mesh))
+        launch = tokens.launch(spec(tokens, run, 4, mesh, shares=shares))
         launch.wait_for("checkpoint", 1)
         os.kill(chance.choice(launch.ranks()).pid, signal.SIGKILL)
         launch.wait_for("checkpoint", 3)
@@ -96,7 +143,8 @@ def train_on(tokens: Arena, run: str, meshes: Sequence[dict[str, int]]) -> None:
 @pytest.mark.parametrize(("mesh", "waits"), [({"tp": 2}, False), ({"tp": 2, "pp": 2}, True)])
 def test_lost_node_of_a_mesh(tokens: Arena, mesh: dict[str, int], waits: bool) -> None:
     """A node with whole replicas trains on alone. One with a part of a replica waits for another node."""
-    run, nodes = f"nodes-{len(mesh)}", {"nodes": "1:2", "nproc_per_node": 2, "rendezvous": f"127.0.0.1:{own_port()}"}
+    run, place = f"nodes-{len(mesh)}", f"127.0.0.1:{own_port()}"
+    nodes: dict[str, Any] = {"nodes": "1:2", "nproc_per_node": 2, "rendezvous": place}
     job = spec(tokens, run, 1, mesh, last_call_s=1, node_timeout_s=6, gather_timeout_s=90, **nodes)
     first, second = (tokens.launch(job) for _ in range(2))
     leader = first if first.wait_for("attempt") and "leader" not in first.of("attempt")[0] else second
@@ -143,3 +191,32 @@ def test_only_early_stages_lack_a_loss(campaign: Arena) -> None:
         next(run.batches())
         with pytest.raises(ScriptInvalid, match=r"expected a loss of step 1 from rank 0, which has the last stage"):
             run.step_done(None)
+
+
+@pytest.mark.slow
+def test_pipeline_engine_resumes_exactly(tokens: Arena) -> None:
+    """DeepSpeed's pipeline of three stages loses a rank, and then goes on with half of the replicas. Batches may be short."""
+    tokens.table("src.points", appends=(300, 330), row_group_rows=40)
+    jobs = [piped(tokens, run, ranks, pp) for run, ranks, pp in (("piped-one", 1, 1), ("piped", 6, 3), ("piped", 3, 3))]
+    tokens.launched(jobs[0])
+    wide = tokens.launch(jobs[1])
+    wide.wait_for("checkpoint", 1)
+    os.kill(wide.ranks()[2].pid, signal.SIGKILL)
+    wide.wait_for("checkpoint", 3)
+    wide.destroy()
+    refused = tokens.launch(piped(tokens, "piped", 2, 2))
+    refused.wait()
+    assert "resume with launch.mesh.pp = 3" in refused.of("error")[-1]["message"]
+    narrow = tokens.launch(jobs[2])
+    assert narrow.wait() == 0, narrow.of("error")
+    assert tokens.journal("piped") == tokens.journal("piped-one")
+    assert tokens.losses("piped") == pytest.approx(tokens.losses("piped-one"), rel=1e-4)
+    assert audit_run(tokens.lakehouse, "piped").exact
+
+
+def piped(arena: Arena, run: str, ranks: int, stages: int) -> JobSpec:
+    """Return the spec of a run of DeepSpeed's pipeline."""
+    raw = spec(arena, run, ranks, {"pp": stages}).model_dump()
+    raw["source"] |= {"table": "src.points", "columns": ["row_id", "x"]}
+    raw["launch"]["script"] = str(arena.program("train_pipeline.py"))
+    return parse_spec(raw, origin="the test")

@@ -1,15 +1,32 @@
-"""The GPT of examples/mesh, with a journal of the rows of each finished step."""
+"""The GPT of examples/mesh, with a journal of the rows of each finished step.
 
-import runpy
+With `--dropout` each block drops features, and is computed again in the backward pass.
+"""
+
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 import train_tiny  # type: ignore[import-not-found]  # the rank puts this folder on the path
+from torch.utils.checkpoint import checkpoint
 
 import dlac_pipeline as dlac
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "mesh" / "train.py"
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from examples.mesh import train
+
+
+class DroppingBlock(train.Block):
+    """A block that drops features, and is computed again in the backward pass."""
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        """Features [samples, T, width] to features of the same shape."""
+        found: torch.Tensor = checkpoint(self._dropped, features, use_reentrant=False)
+        return found
+
+    def _dropped(self, features: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.dropout(super().forward(features), 0.2)
 
 
 def main() -> None:
@@ -17,11 +34,15 @@ def main() -> None:
     record = dlac.TrainingRun.record_step
 
     def recorded(run: Any, loss: Any, *, applied: bool | None = None) -> bool:
-        train_tiny.write_entry(run, run._batch, torch.zeros(()) if loss is None else loss)
+        batch = run._batch
+        rows = batch["row_id"][batch.valid].tolist() if "row_id" in batch.tensors else []
+        train_tiny.write_entry(run, batch, torch.zeros(()) if loss is None else loss, rows)
         return record(run, loss, applied=applied)
 
     setattr(dlac.TrainingRun, "record_step", recorded)  # noqa: B010 - the example has no journal
-    runpy.run_path(str(EXAMPLE), run_name="__main__")
+    if "--dropout" in sys.argv:
+        setattr(train, "Block", DroppingBlock)  # noqa: B010 - as above
+    train.main()
 
 
 if __name__ == "__main__":

@@ -144,6 +144,8 @@ def _check_moves(votes: Sequence[Vote], step: int) -> None:
     """Raise `CursorMismatch` if ranks of one share have seen other moves, of which the ledger has those of one rank."""
     first: dict[int, int] = {}
     for rank, vote in enumerate(votes):
+        if not vote["groups"]:  # it reads nothing
+            continue
         speaker = first.setdefault(vote["reader"], rank)
         if vote["moved"] != votes[speaker]["moved"]:
             raise CursorMismatch(

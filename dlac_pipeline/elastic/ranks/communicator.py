@@ -33,7 +33,8 @@ class Communicator:
         self.is_launched = process.local_rank is not None
         """True if a launcher has started the ranks of a node together."""
         self.is_on_one_node = self.world_size <= self.ranks_here
-        self._waits = waits
+        self.waits = waits
+        """Waits of reading for other ranks."""
         self._timeout = timedelta(seconds=max(_GROUP_TIMEOUT_S, hang_timeout_s))
         self._group: dist.ProcessGroup | None = None
         if self.world_size == 1:
@@ -50,20 +51,36 @@ class Communicator:
         if self._group is not None:
             dist.all_reduce(numbers, group=self._group)
 
-    def exchange(self, *, counted: bool) -> Exchange:
+    def ranks_with_values(self, *, of_all_stages: bool) -> list[int]:
+        """Return the ranks on this node that take the values of this rank's share: not those of the stages in the middle."""
+        mesh, size = self.mesh, self.world_size
+        return [
+            rank
+            for rank in range(self.first_rank_here, self.first_rank_here + self.ranks_here)
+            if mesh.coordinates(rank, size)["dp"] == self.coordinate.index
+            and (of_all_stages or not mesh.is_middle_stage(rank, size))
+        ]
+
+    def exchange(self, *, counted: bool, joins: bool = True) -> Exchange:
         """Return the exchange of the lengths of batches. Collective, unless they are `counted` beforehand.
 
-        It has a group of its own: a script may read ahead in a thread, and collectives of a group need one order.
+        It has a group of its own: a script may read ahead in a thread, and collectives of a group need one order. `joins` is
+        false for a rank that does not use it.
         """
-        apart = None if self._group is None or counted else self._new_group()
-        return summing_over(apart, self._waits, counts_here=self.speaks)
+        apart = None
+        if self._group is not None and not counted:
+            joining = torch.zeros(self.world_size, dtype=torch.int32)
+            joining[self.rank] = joins
+            self.add(joining)
+            apart = self._new_group(joining.nonzero().flatten().tolist())
+        return summing_over(apart, self.waits, counts_here=self.speaks)
 
     def close(self) -> None:
         """Leave the process group."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def _new_group(self) -> dist.ProcessGroup:
-        """Make a group of all ranks for messages between CPUs. Collective."""
-        group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=self._timeout)
+    def _new_group(self, ranks: list[int] | None = None) -> dist.ProcessGroup:
+        """Make a group of these ranks, or of all, for messages between CPUs. Collective over all."""
+        group: dist.ProcessGroup = dist.new_group(ranks, backend="gloo", timeout=self._timeout)
         return group

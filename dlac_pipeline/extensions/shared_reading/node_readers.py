@@ -1,0 +1,177 @@
+"""Readers of the ranks of a node that have one share: the first one decodes it, and the others map each batch of the first.
+
+Batches go over a Unix socket: what describes a batch, and the block of shared memory that has its tensors.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.reduction import recv_handle, send_handle
+from typing import Any
+
+from dlac_pipeline.extensions.shared_reading.blocks import (
+    MOST_PROCESSES,
+    Blocks,
+    Layout,
+    MappedBlock,
+)
+from dlac_pipeline.lakehouse.errors import SpecInvalid, TrainingFailed
+from dlac_pipeline.read.batch import Batch
+from dlac_pipeline.train.rank_reader import SharePlace
+from dlac_pipeline.train.replaying_reader import Reader
+
+_AHEAD = 2
+"""Batches that the first rank may be ahead of another one."""
+_MEET_S = 600.0
+"""Seconds in which the ranks of a share meet. Before, each has opened the plans."""
+_LOOK_S = 0.02
+_FACTS = ("step", "rows", "tokens", "readers", "cursors", "moved")
+"""What a reader says of a batch besides its tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """Message about a batch."""
+
+    block: int
+    layout: Layout
+    columns: list[str]
+    facts: dict[str, Any]
+    is_new: bool
+    """True if the file of a block with this number follows."""
+
+
+def open_shared(place: SharePlace, open_share: Callable[[], Reader]) -> Reader:
+    """Return the reader of a rank: of the share, or of the memory of the first rank.
+
+    Raise `SpecInvalid` if too many ranks of the node read one share.
+    """
+    others = len(place.ranks) - 1
+    if others > MOST_PROCESSES:
+        raise SpecInvalid(
+            f'expected at most {MOST_PROCESSES + 1} ranks of a node that read one share with read.shares = "node", found '
+            f'{others + 1}: set read.shares = "each"'
+        )
+    if place.rank == place.ranks[0]:
+        return GivingReader(place, open_share())
+    return MappingReader(place)
+
+
+def _address(place: SharePlace) -> str:
+    """Return the address of the first rank's socket. It is no file, so nothing is left of it."""
+    return f"\0dlac-{place.name}"
+
+
+class GivingReader:
+    """The reader of the share. It gives each batch to the other ranks, before it returns it."""
+
+    def __init__(self, place: SharePlace, reader: Reader) -> None:
+        self.groups = reader.groups
+        self._reader, self._place = reader, place
+        self._listener = Listener(_address(place), "AF_UNIX", backlog=len(place.ranks), authkey=place.name.encode())
+        self._connections: list[Connection] = []
+        self._blocks = Blocks(others=len(place.ranks) - 1)
+
+    def __iter__(self) -> Iterator[Batch]:
+        with _speaking(self._place):
+            self._meet()
+        for number, batch in enumerate(self._reader):
+            with _speaking(self._place):
+                self._give(number, batch)
+            yield batch
+        with _speaking(self._place):
+            for connection in self._connections:
+                connection.send(None)
+
+    def close(self) -> None:
+        """End the background threads, and leave the other ranks."""
+        self._reader.close()
+        for connection in self._connections:
+            connection.close()
+        self._listener.close()
+        self._blocks.close()
+
+    def _meet(self) -> None:
+        while len(self._connections) < len(self._place.ranks) - 1:
+            self._connections.append(self._listener.accept())
+        for index, connection in enumerate(self._connections):
+            connection.send(index)
+
+    def _give(self, number: int, batch: Batch) -> None:
+        since = time.monotonic()
+        for connection in self._connections if number > _AHEAD else ():
+            connection.recv_bytes()  # that the other rank has taken a batch
+        self._place.waits.seconds += time.monotonic() - since
+        block, is_new, layout = self._blocks.write([*batch.tensors.values(), batch.valid, batch.source])
+        facts = {name: getattr(batch, name) for name in _FACTS}
+        for connection in self._connections:
+            connection.send(_Given(block.number, layout, [*batch.tensors], facts, is_new))
+            if is_new:
+                # the process number is used on Windows only
+                send_handle(connection, block.file, 0)
+
+
+class MappingReader:
+    """The reader of a rank that decodes nothing."""
+
+    def __init__(self, place: SharePlace) -> None:
+        self.groups = place.groups
+        self._place = place
+        self._connection: Connection | None = None
+        self._blocks: dict[int, MappedBlock] = {}
+
+    def __iter__(self) -> Iterator[Batch]:
+        with _speaking(self._place):
+            self._connection = connection = self._connect()
+            index = connection.recv()
+        while True:
+            since = time.monotonic()
+            with _speaking(self._place):
+                given = connection.recv()
+                if given is not None and given.is_new:
+                    self._map(given.block, recv_handle(connection), index)
+            self._place.waits.seconds += time.monotonic() - since
+            if given is None:
+                return
+            *tensors, valid, source = self._blocks[given.block].tensors(given.layout)
+            columns = dict(zip(given.columns, tensors, strict=True))
+            with suppress(OSError):  # the first rank needs no answer after its last batch
+                connection.send_bytes(b"taken")
+            yield Batch(tensors=columns, valid=valid, source=source, **given.facts)
+
+    def close(self) -> None:
+        """Leave the first rank. Batches that the script has stay."""
+        if self._connection is not None:
+            self._connection.close()
+        for block in self._blocks.values():
+            block.close()
+
+    def _map(self, number: int, file: int, index: int) -> None:
+        replaced = self._blocks.get(number)
+        if replaced is not None:
+            replaced.close()
+        self._blocks[number] = MappedBlock(file, index)
+
+    def _connect(self) -> Connection:
+        deadline = time.monotonic() + _MEET_S
+        while True:
+            try:
+                return Client(_address(self._place), "AF_UNIX", authkey=self._place.name.encode())
+            except ConnectionRefusedError:  # the first rank still opens the plans
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(_LOOK_S)
+
+
+@contextmanager
+def _speaking(place: SharePlace) -> Iterator[None]:
+    """Raise `TrainingFailed` if another rank of the share has left."""
+    try:
+        yield
+    except (OSError, EOFError) as err:
+        raise TrainingFailed(
+            f"expected the ranks {place.ranks} to read their share together, found that one has left rank {place.rank}: see "
+            "its log for the cause"
+        ) from err

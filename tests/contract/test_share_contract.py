@@ -1,0 +1,138 @@
+"""The door of ways to share what is read: shared memory, and another author's queues. All ranks of a share get its batches."""
+
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dlac_pipeline.lakehouse.doors import Door
+from dlac_pipeline.lakehouse.errors import TrainingFailed
+from dlac_pipeline.plan.legs.choice import first_leg
+from dlac_pipeline.plan.plan import Plans
+from dlac_pipeline.plan.planner import make_plan
+from dlac_pipeline.plan.slots import DataCoordinate, groups_of_slots
+from dlac_pipeline.read.opening.open_leg import OpenLeg, open_leg
+from dlac_pipeline.read.reader import Waits
+from dlac_pipeline.read.stage_reader import StageReader
+from dlac_pipeline.spec.job_spec import OrderSpec, SourceSpec
+from dlac_pipeline.train.rank_reader import SHARES, SharePlace
+from dlac_pipeline.train.replaying_reader import Reader
+from tests.conftest import Arena
+from tests.installed import install_distribution
+
+ORDER = OrderSpec(batch_size=24, key_groups=6, block_slices=2, seed=11, passes=2)
+RANKS = [1, 4, 5]
+OWN = DataCoordinate(1, 2)
+_QUEUES = """
+from collections import defaultdict
+from queue import Queue
+
+QUEUES = defaultdict(Queue)
+
+class Queued:
+    def __init__(self, place, open_share):
+        self.place, self.groups = place, place.groups
+        self.reader = open_share() if place.rank == place.ranks[0] else None
+
+    def __iter__(self):
+        others = [QUEUES[self.place.name, rank] for rank in self.place.ranks[1:]]
+        for batch in self.reader or iter(QUEUES[self.place.name, self.place.rank].get, None):
+            for queue in others if self.reader else ():
+                queue.put(batch)
+            yield batch
+        for queue in others if self.reader else ():
+            queue.put(None)
+
+    def close(self):
+        if self.reader:
+            self.reader.close()
+"""
+
+
+@pytest.fixture
+def opened(arena: Arena) -> OpenLeg:
+    """An open leg, whose last batch is not full."""
+    arena.table(appends=(3, 1, 7, 110, 2, 14), row_group_rows=20)
+    plan = make_plan(arena.lakehouse, SourceSpec(table="src.t", columns=["row_id", "x"]))
+    spec = arena.spec("r").model_copy(update={"order": ORDER})
+    return open_leg(Plans(arena.lakehouse), first_leg(spec, [plan]), spec)
+
+
+Make = Callable[[OpenLeg], list[Reader]]
+
+
+@pytest.fixture(params=["node", "queues"])
+def readers(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
+    """The readers of the ranks of a share, in one process."""
+    door = SHARES
+    if request.param == "queues":
+        (site := tmp_path / "site").mkdir()
+        points = {"test.shares": ["queues = queued:Queued"]}
+        monkeypatch.syspath_prepend(str(install_distribution(site, "queued", {"queued": _QUEUES}, points)))
+        door = Door("test.shares", "way to share what is read")
+    share: Callable[[SharePlace, Callable[[], Reader]], Reader] = door.load(request.param, setting="read.shares")
+
+    def make(opened: OpenLeg) -> list[Reader]:
+        settings, name = opened.order.settings, uuid.uuid4().hex
+        groups = groups_of_slots(OWN.slots(settings.batch_size), settings.samples_per_group)
+        place = partial(SharePlace, name=name, ranks=RANKS, groups=groups, waits=Waits())
+        return [share(place(rank=rank), partial(opened.reader, coordinate=OWN)) for rank in RANKS]
+
+    return make
+
+
+def test_ranks_of_a_share_get_its_batches(opened: OpenLeg, readers: Make) -> None:
+    """Tensors, slots, counts and cursors are those of a reader of the share."""
+    with closing(opened.reader(coordinate=OWN)) as alone:
+        expected, groups = [facts_of(batch) for batch in alone], alone.groups
+    made = readers(opened)
+    with ThreadPoolExecutor(len(RANKS)) as threads:
+        found = [*threads.map(lambda reader: [facts_of(batch) for batch in reader], made)]
+    for reader in made:
+        reader.close()
+    assert [reader.groups for reader in made] == [groups] * len(RANKS)
+    assert found == [expected] * len(RANKS)
+
+
+def facts_of(batch: Any) -> dict[str, Any]:
+    """Return what a batch has."""
+    tensors = {
+        **batch.tensors,
+        "valid": batch.valid,
+        "source": batch.source,
+        "cursors": torch.from_numpy(batch.cursors),
+    }
+    facts = {name: getattr(batch, name) for name in ("step", "rows", "tokens", "readers", "moved")}
+    return facts | {name: (each.dtype, each.tolist()) for name, each in tensors.items()}
+
+
+def test_rank_that_leaves_is_named(opened: OpenLeg) -> None:
+    """A rank whose neighbour has died raises, and does not wait for it."""
+    settings = opened.order.settings
+    groups = groups_of_slots(OWN.slots(settings.batch_size), settings.samples_per_group)
+    place = partial(SharePlace, name=uuid.uuid4().hex, ranks=[0, 1], groups=groups, waits=Waits())
+    share = SHARES.load("node", setting="read.shares")
+    first, second = (share(place(rank=rank), partial(opened.reader, coordinate=OWN)) for rank in (0, 1))
+    with ThreadPoolExecutor(2) as threads:
+        one, two = (iter(each) for each in (first, second))
+        for each in [threads.submit(next, batches) for batches in (one, two)]:
+            each.result()
+        first.close()
+        with pytest.raises(TrainingFailed, match=r"expected the ranks \[0, 1\] to read their share together"):
+            threads.submit(list, two).result()
+    second.close()
+
+
+def test_stage_reader_counts_as_the_readers_do(opened: OpenLeg) -> None:
+    """A stage without values has the same steps and rows, and no cursors."""
+    with closing(opened.reader()) as alone:
+        expected = [(batch.step, batch.rows, batch.tokens) for batch in alone]
+    found = [*StageReader(opened.order, readers=2, step=0)]
+    assert [(batch.step, batch.rows, batch.tokens) for batch in found] == expected
+    assert {(len(batch.tensors), len(batch.valid), batch.cursors.size) for batch in found} == {(0, 0, 0)}
