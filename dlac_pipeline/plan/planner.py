@@ -29,9 +29,6 @@ from dlac_pipeline.rows.columns import check_names, kinds_of
 from dlac_pipeline.rows.transform import ROW, load_transform
 from dlac_pipeline.spec.job_spec import SourceSpec
 
-_FACTS = ("source_table", "table_uuid", "snapshot_id", "tag", "schema_id", "row_filter", "columns", "exclude")
-"""Fields of a plan's row that do not depend on its units."""
-
 
 def make_plan(
     lakehouse: Lakehouse,
@@ -77,7 +74,7 @@ def make_plan(
     if keys is not None:
         paths = {group.file_path for group in groups}
         write_row_keys(lakehouse, table, keys, snapshot.snapshot_id, paths, older=only is None)
-    return _find_or_write(
+    return find_or_write(
         lakehouse if write else None,
         groups,
         source_table=source.table,
@@ -159,28 +156,7 @@ def _no_live_rows(table: Table, source: SourceSpec, snapshot_id: int, schema_id:
     return EmptyPlan(f"{wanted}, found none of {rows}: widen the filter")
 
 
-def exclude_rows(lakehouse: Lakehouse, plan: Plan, dead: Mapping[int, Ints]) -> Plan:
-    """Return a plan of the same units without these rows (unit -> sorted offsets), or `plan` if it has none of them."""
-    groups = []
-    for unit, (path, row_group) in enumerate(plan.units.places()):
-        known = plan.units.dead.get(unit, np.zeros(0, dtype=np.int64))
-        groups.append(
-            RowGroup(
-                file_path=path,
-                row_group=row_group,
-                first_row=int(plan.units.first_row[unit]),
-                rows=int(plan.units.rows[unit]),
-                bytes=int(plan.units.bytes[unit]),
-                dead=np.union1d(known, dead[unit]).astype(np.int64) if unit in dead else known,
-            )
-        )
-    if all(len(group.dead) == plan.units.dead_rows(unit) for unit, group in enumerate(groups)):
-        return plan
-    facts = {name: getattr(plan.row, name) for name in _FACTS}
-    return _find_or_write(lakehouse, groups, **facts, base_plan_id=plan.row.base_plan_id or plan.row.plan_id)
-
-
-def _find_or_write(lakehouse: Lakehouse | None, groups: list[RowGroup], **facts: Any) -> Plan:
+def find_or_write(lakehouse: Lakehouse | None, groups: list[RowGroup], **facts: Any) -> Plan:
     """Return the written plan of these units, and write it if it is new. Without a lakehouse it is not written."""
     content = {name: facts[name] for name in facts if name not in ("source_table", "tag")}
     content["units"] = _digest(groups)
