@@ -185,18 +185,15 @@ def resolved(spec: Path, home: Path | None) -> "JobSpec":
 
 
 def lakehouse_of(
-    spec: Path | None, home: Path | None, *, create: bool = False, catalog: str | None = None, damaged: bool = False
+    spec: Path | None, home: Path | None, *, create: bool = False, catalog: str | None = None
 ) -> "Lakehouse":
-    """Return the lakehouse of a spec, else of a named catalog, else of `home`. It must exist unless `create` is set.
-
-    `damaged`: as for `connect`.
-    """
+    """Return the lakehouse of a spec, else of a named catalog, else of `home`. It must exist unless `create` is set."""
     from dlac_pipeline.lakehouse.iceberg.connect import connect
 
     if spec is not None:
         job = resolved(spec, home)
-        return connect(job.lakehouse, create=create, tables=job.own_tables, damaged=damaged)
-    return connect(config_of(home, catalog), create=create, damaged=damaged)
+        return connect(job.lakehouse, create=create, tables=job.own_tables)
+    return connect(config_of(home, catalog), create=create)
 
 
 def config_of(home: Path | None, catalog: str | None = None) -> "LakehouseConfig":
