@@ -19,7 +19,7 @@ def rendezvous(address: Annotated[str, Argument(help="host:port, the same addres
 
     Without this command one of the nodes serves it, and the others cannot meet while that node is unavailable.
     """
-    from dlac_pipeline.launchers.orchestrator import on_signals
+    from dlac_pipeline.launchers.signals import on_signals
 
     stop = threading.Event()
     on_signals((signal.SIGINT, signal.SIGTERM), stop.set)
