@@ -87,7 +87,7 @@ def spike(
     lakehouse, job = ui.lakehouse_of(spec, home), ui.given_spec(run, spec, home)
     report = explain_spike(lakehouse, run, step=step, column=text, by=by or (), spec=job, sandbox_folder=sandbox)
     if as_json:
-        sys.stdout.write(strict_json(report.to_json(top), default=str) + "\n")
+        sys.stdout.write(strict_json(report.to_json(top)) + "\n")
         return
     for line in describe_spike(report):
         ui.show_text(line)
