@@ -191,7 +191,7 @@ def job(home: Path, run: str) -> JobSpec:
 def run_dlac(home: Path, course: Course, run: str) -> None:
     """Train with DLAC."""
     spec = job(home, run)
-    command = [sys.executable, "-m", "dlac_pipeline.extensions.orchestrated.supervisor_process"]
+    command = [sys.executable, "-m", "dlac_pipeline.extensions.clusters.supervisor_process"]
     with (home / f"{run}.log").open("wb") as log:
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT)
         assert process.stdin is not None

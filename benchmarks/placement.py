@@ -28,7 +28,8 @@ import yaml
 
 import dlac_pipeline as dlac
 from benchmarks.figures import Figure, report
-from dlac_pipeline.checkpoint.commit.local_copies import node_name, nodes_with_newest
+from dlac_pipeline.checkpoint.commit.local_copies import node_name
+from dlac_pipeline.extensions.clusters.cluster_job import nodes_with_newest
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger

@@ -111,7 +111,7 @@ def _launch_of(stamps: Path) -> list[psutil.Process]:
     launcher = next(
         process
         for process, name in zip(above, names, strict=True)
-        if "dlac_pipeline.extensions.orchestrated.supervisor_process" in name or "torch.distributed.run" in name
+        if "dlac_pipeline.extensions.clusters.supervisor_process" in name or "torch.distributed.run" in name
     )
     return [launcher, *launcher.children(recursive=True)]
 

@@ -141,7 +141,7 @@ def _plan(units: int) -> None:
         before, started = _rss(), time.perf_counter()
         groups = _row_groups(units)
         listed_s = time.perf_counter() - started
-        plan = planner._find_or_write(lakehouse, groups, **_FACTS)
+        plan = planner.find_or_write(lakehouse, groups, **_FACTS)
         written_s = time.perf_counter() - started - listed_s
         planned_peak = _peak() - before
         plan_bytes = bytes_on_disk(lakehouse, "work_units")
@@ -198,7 +198,7 @@ def write_plan_elsewhere(home: Path, units: int) -> PlanRow:
 
 
 def _write(home: Path, units: int) -> None:
-    plan = planner._find_or_write(connect(LakehouseConfig().at_home(home)), _row_groups(units), **_FACTS)
+    plan = planner.find_or_write(connect(LakehouseConfig().at_home(home)), _row_groups(units), **_FACTS)
     print(pickle.dumps(plan.row).hex())
 
 

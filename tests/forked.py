@@ -37,8 +37,8 @@ from dlac_pipeline.elastic.preload import PRELOAD_VARIABLE
 
 _IMPORTS = (
     *("torch.distributed.checkpoint.state_dict", "torch._dynamo", "dlac_pipeline.train.training_run"),
-    *("dlac_pipeline.extensions.dataset", "dlac_pipeline.elastic.rank_launcher", "dlac_pipeline.launchers.serve"),
-    "dlac_pipeline.cli.main",
+    *("dlac_pipeline.extensions.dataset", "dlac_pipeline.elastic.rank_launcher"),
+    *("dlac_pipeline.extensions.clusters.serve", "dlac_pipeline.cli.main"),
 )
 NEW_FORK_SERVER = "TESTS_NEW_FORK_SERVER"
 MORE_IMPORTS = "TESTS_MORE_IMPORTS"

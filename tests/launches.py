@@ -26,7 +26,7 @@ class Launch:
         start = subprocess.Popen if under else Forked
         with log.open("wb") as stdout, log.with_suffix(".err").open("wb") as stderr:
             self.process: subprocess.Popen[bytes] = start(
-                [*under, sys.executable, "-m", "dlac_pipeline.extensions.orchestrated.supervisor_process"],
+                [*under, sys.executable, "-m", "dlac_pipeline.extensions.clusters.supervisor_process"],
                 stdin=subprocess.PIPE,
                 stdout=stdout,
                 stderr=stderr,

@@ -21,9 +21,9 @@ import psutil
 
 from benchmarks.control_lab.node import run_node
 from benchmarks.control_lab.stub_starter import finished_step
-from dlac_pipeline.elastic.endpoint import serve_rendezvous
 from dlac_pipeline.elastic.preload import end_with_parent
 from dlac_pipeline.elastic.sealed_store import KEY_VARIABLE
+from dlac_pipeline.extensions.torchrun.commands import serve_rendezvous
 from dlac_pipeline.spec.job_spec import JobSpec
 
 Message = dict[str, Any]

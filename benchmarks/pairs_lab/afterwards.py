@@ -17,11 +17,11 @@ from dlac_pipeline.extensions.erasure.certificate import certify, differences, i
 from dlac_pipeline.extensions.erasure.execution import execute_forget
 from dlac_pipeline.extensions.erasure.seen import who_has_seen
 from dlac_pipeline.extensions.exchange.export import export_weights
+from dlac_pipeline.extensions.rebuild.damaged import connect_damaged
 from dlac_pipeline.extensions.rebuild.rebuild import rebuild_ledger
 from dlac_pipeline.extensions.replay.step_rows import StepRows
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import SpecInvalid
-from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
 from tests.forked import Forked
@@ -121,7 +121,7 @@ def _rebuild(scene: Scene, steps: list[Step]) -> None:
     else:
         shutil.rmtree(scene.home / "warehouse" / "dlac" / "consumption" / "metadata")
     config = LakehouseConfig().at_home(scene.home)
-    done = rebuild_ledger(connect(config, damaged=True))
+    done = rebuild_ledger(connect_damaged(config))
     problems = [run.problem for run in done.runs if run.problem]
     check(not problems, f"dlac ledger rebuild: {problems}")
     lakehouse = scene.reconnect()

@@ -43,9 +43,9 @@ def format_ago(seconds: float) -> str:
     return f"{int(seconds)} s ago" if seconds < 60 else f"{format_duration(seconds - seconds % 60)} ago"
 
 
-def format_count(count: int, noun: str, plural: str | None = None) -> str:
+def format_count(count: int, noun: str) -> str:
     """Write a count with its noun: 1 attempt, 5 attempts, 1,234 rows."""
-    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def format_bytes(count: int | None) -> str:

@@ -107,7 +107,6 @@ Step = Annotated[int | None, Option(help="Step of the checkpoint. Unset: the hea
 CheckpointId = Annotated[
     str | None, Option("--checkpoint", help="Id of the checkpoint, if several branches have one of that step.")
 ]
-Sandbox = Annotated[Path | None, Option(help="Folder for the sandbox with a copy of the checkpoint. Unset: temporary.")]
 AsJson = Annotated[bool, Option("--json", help="Print one JSON object.")]
 
 
@@ -186,18 +185,15 @@ def resolved(spec: Path, home: Path | None) -> "JobSpec":
 
 
 def lakehouse_of(
-    spec: Path | None, home: Path | None, *, create: bool = False, catalog: str | None = None, damaged: bool = False
+    spec: Path | None, home: Path | None, *, create: bool = False, catalog: str | None = None
 ) -> "Lakehouse":
-    """Return the lakehouse of a spec, else of a named catalog, else of `home`. It must exist unless `create` is set.
-
-    `damaged`: as for `connect`.
-    """
+    """Return the lakehouse of a spec, else of a named catalog, else of `home`. It must exist unless `create` is set."""
     from dlac_pipeline.lakehouse.iceberg.connect import connect
 
     if spec is not None:
         job = resolved(spec, home)
-        return connect(job.lakehouse, create=create, tables=job.own_tables, damaged=damaged)
-    return connect(config_of(home, catalog), create=create, damaged=damaged)
+        return connect(job.lakehouse, create=create, tables=job.own_tables)
+    return connect(config_of(home, catalog), create=create)
 
 
 def config_of(home: Path | None, catalog: str | None = None) -> "LakehouseConfig":
@@ -259,25 +255,11 @@ def show_json(value: object) -> None:
     sys.stdout.write(strict_json(value) + "\n")
 
 
-def show_rows(names: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print a table, or a block for each row, a field per line, where it would be wider than the terminal. None is NULL."""
-    null = Text("NULL", style="dim")
-    cells = [[null if value is None else _cell(value) for value in row] for row in rows]
-    table = Table()
-    for name in names:
-        table.add_column(_cell(name))
-    for row in cells:
-        table.add_row(*row)
-    if OUT.measure(table, options=OUT.options.update(width=WIDE)).maximum <= OUT.width:
-        OUT.print(table)
-    else:
-        _show_blocks(zip(map(terminal_text, names), (cell.plain for cell in row), strict=True) for row in cells)
-
-
 def show_table(names: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = (), empty: str) -> None:
-    """Show a table without lines and empty columns, by the rule of `show_rows`, or the sentence `empty` without a row.
+    """Show a table without lines and empty columns, or the sentence `empty` without a row.
 
-    `right` names the columns of numbers. Rich takes seconds for thousands of rows, so they are laid out here.
+    A table that is wider than the terminal becomes blocks. `right` names the columns of numbers. Rich takes seconds for
+    thousands of rows, so they are laid out here.
     """
     if not rows:
         show_text(empty)
@@ -286,7 +268,7 @@ def show_table(names: Sequence[str], rows: Sequence[Sequence[str]], *, right: Se
     names, *shown = [[terminal_text(row[index].replace("\n", " ")) for index in used] for row in (names, *rows)]
     widths = [max(map(cell_len, column)) for column in zip(names, *shown, strict=True)]
     if sum(widths) + len(_GAP) * (len(widths) - 1) > OUT.width:
-        _show_blocks([(name, cell) for name, cell in zip(names, row, strict=True) if cell] for row in shown)
+        show_blocks([(name, cell) for name, cell in zip(names, row, strict=True) if cell] for row in shown)
         return
     for row in (names, *shown):
         padded = []
@@ -296,8 +278,8 @@ def show_table(names: Sequence[str], rows: Sequence[Sequence[str]], *, right: Se
         OUT.print(Text(_GAP.join(padded).rstrip()), soft_wrap=True)
 
 
-def _show_blocks(blocks: Iterable[Iterable[tuple[str, str]]]) -> None:
-    """Print names and values, each pair on a line. The lines are broken at the width of the terminal."""
+def show_blocks(blocks: Iterable[Iterable[tuple[str, str]]]) -> None:
+    """Print blocks of names and values, each pair on a line. The lines are broken at the width of the terminal."""
     for block in blocks:
         pairs = list(block)
         width = max((cell_len(name) for name, _ in pairs), default=0)
@@ -319,11 +301,12 @@ def facts_table(facts: Mapping[str, object]) -> Table:
     block = Table.grid(Column(overflow="fold"), Column(overflow="fold"), padding=(0, len(_GAP), 0, 0))
     for name, value in facts.items():
         if value is not None and str(value):
-            block.add_row(_cell(name), _cell(value))
+            block.add_row(plain_text(name), plain_text(value))
     return block
 
 
-def _cell(value: object) -> Text:
+def plain_text(value: object) -> Text:
+    """Return a value as text that is no markup."""
     return Text(terminal_text(str(value)))
 
 

@@ -130,8 +130,8 @@ def recover(
 
 
 def _launch(request: "Request") -> None:
-    from dlac_pipeline.launchers.orchestrator import on_ending_signals, on_signals
     from dlac_pipeline.launchers.protocol import launcher_for
+    from dlac_pipeline.launchers.signals import on_ending_signals, on_signals
 
     run = request.spec.run
     with TrainingDisplay(ui.OUT, run) as display:

@@ -19,8 +19,6 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's 
 
 from dlac_pipeline.elastic.ranks.addresses import own_address, stands_for_loopback
 from dlac_pipeline.elastic.ranks.process_group import serve_store
-from dlac_pipeline.lakehouse.errors import SpecInvalid
-from dlac_pipeline.spec.launch_spec import check_port
 
 Result = TypeVar("Result")
 _POLL_S = 0.1
@@ -33,7 +31,7 @@ class Endpoint:
     def __init__(self, addresses: str, *, timeout_s: float) -> None:
         """`addresses` have commas between them. `timeout_s`: how long a call to the store may take."""
         self._addresses = addresses
-        self._places = [_split(each) for each in addresses.split(",")]
+        self._places = [split_address(each) for each in addresses.split(",")]
         self._place = 0
         """Index of the address in use, which is tried first."""
         self._timeout = timedelta(seconds=timeout_s)
@@ -131,7 +129,7 @@ class Endpoint:
 
     def _is_served(self, place: int) -> bool:
         host, port = self._places[place]
-        return _answers(own_address(host) or host, port)
+        return is_listening(own_address(host) or host, port)
 
     @staticmethod
     def in_time(call: Callable[[], Result], within_s: float, *, over: Callable[[], bool]) -> Result | None:
@@ -157,26 +155,7 @@ class Endpoint:
                 return None
 
 
-def serve_rendezvous(address: str, stop: threading.Event, on_ready: Callable[[], None]) -> None:
-    """Serve a rendezvous at host:port until `stop` is set. Raise `SpecInvalid` if this node cannot listen there."""
-    try:
-        check_port(address)
-    except ValueError as err:
-        raise SpecInvalid(str(err)) from err
-    host, port = _split(address)
-    own = own_address(host) if host else ""
-    try:
-        if not own or _answers(own, port):
-            raise OSError("it is not an address of this node, or another process listens there already")
-        store = serve_store(own, port)
-    except OSError as err:
-        raise SpecInvalid(f"expected host:port at which this node can listen, found {address!r}: {err}") from err
-    on_ready()
-    stop.wait()
-    del store
-
-
-def _split(address: str) -> tuple[str, int]:
+def split_address(address: str) -> tuple[str, int]:
     """Return host and port of host:port, where an IPv6 address has brackets."""
     host, _, port = address.rpartition(":")
     return host.removeprefix("[").removesuffix("]"), int(port)
@@ -187,7 +166,7 @@ def _is_there(store: TCPStore) -> bool:
     return True
 
 
-def _answers(host: str, port: int) -> bool:
+def is_listening(host: str, port: int) -> bool:
     """Return whether a process listens there: TCPStore prints its whole stack where none does."""
     with suppress(OSError), socket.create_connection((host, port), _CONNECT_S):
         return True

@@ -9,15 +9,11 @@ An extension of this distribution and one of another distribution are registered
 The word in brackets is the extra of the distribution that installs the packages which the extension imports.
 """
 
-import ast
 import sys
-from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
-from importlib.abc import InspectLoader
 from importlib.metadata import EntryPoint, entry_points
-from importlib.util import find_spec
 from typing import Any
 
 from dlac_pipeline.lakehouse.errors import BadInput
@@ -73,14 +69,8 @@ class Door:
         except Exception as err:  # whatever a module of others raises
             kind = "" if isinstance(err, ImportError | AttributeError) else f"{type(err).__name__}: "
             raise BadInput(
-                f"expected {setting} = {point.name!r} to load, found {kind}{err}: {_install(point)}"
+                f"expected {setting} = {point.name!r} to load, found {kind}{err}: {install_command(point)}"
             ) from err
-
-    def check(self, name: str, *, setting: str) -> None:
-        """Raise `BadInput` as `find` does, or if a package that the entry imports is missing. Imports no package with code."""
-        point = self.find(name, setting=setting)
-        if missing := _missing_package(point.module):
-            raise BadInput(f"expected the package {missing} for {setting}, found none: {_install(point)}")
 
 
 @cache
@@ -88,34 +78,7 @@ def _load_all(door: Door, path: tuple[str, ...]) -> dict[str, Any]:
     return {name: door._import(point, f"the {door.noun}") for name, point in door.points().items()}
 
 
-def _missing_package(module: str) -> str:
-    """Return the first module that `module` imports at its top and that is not installed. Empty: all are."""
-    found = None
-    with suppress(ModuleNotFoundError):
-        found = find_spec(module)
-    if found is None:
-        return module
-    source = found.loader.get_source(module) if isinstance(found.loader, InspectLoader) else None
-    for statement in ast.parse(source or "").body:
-        names = [each.name for each in statement.names] if isinstance(statement, ast.Import) else []
-        if isinstance(statement, ast.ImportFrom) and statement.module and not statement.level:
-            names = [statement.module]
-        for name in names:
-            if not _is_installed(name):
-                return name
-    return ""
-
-
-def _is_installed(module: str) -> bool:
-    """Return whether a module's outermost package with code can be found. A package without code is imported for it."""
-    parts = module.split(".")
-    for end in range(1, len(parts) + 1):
-        found = find_spec(".".join(parts[:end]))
-        if found is None or found.origin is not None:
-            return found is not None
-    return True
-
-
-def _install(point: EntryPoint) -> str:
+def install_command(point: EntryPoint) -> str:
+    """Return the command that installs an entry with the packages that it imports."""
     extras = f"[{','.join(point.extras)}]" if point.extras else ""
     return f'pip install "{point.dist.name if point.dist else point.module}{extras}"'

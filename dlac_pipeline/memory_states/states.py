@@ -253,13 +253,6 @@ def remove_seal(slot: Path, rank: int) -> None:
         os.unlink(seal_file(slot, rank).name, dir_fd=here)
 
 
-def marks_of_seals(slot: Path, ranks: Iterable[int]) -> list[tuple[int, int]]:
-    """Return the identity and the time of each rank's seal. Raises as `read_seals`."""
-    with opened(slot) as here:
-        found = [os.stat(seal_file(slot, rank).name, dir_fd=here) for rank in ranks]
-    return [(each.st_ino, each.st_mtime_ns) for each in found]
-
-
 def _read(path: Path) -> bytes:
     with opened(path.parent) as here, open(path.name, "rb", opener=partial(os.open, dir_fd=here)) as stream:
         return stream.read()
@@ -364,14 +357,6 @@ def end_keeping(folder: Path) -> None:
 def fetched_folder(folder: Path, first_rank: int) -> Path:
     """Return the folder of the state that a node fetches, in the new attempt's folder. It is like the folder of a run."""
     return folder / f"fetched.{first_rank:05d}"
-
-
-def link_part(part: Part, slot: Path, target: Path) -> None:
-    """Make links in another slot to a rank's files and seal. The links see later writes to these files."""
-    for path in [*(slot / name for name, _ in part.state.files), seal_file(slot, part.state.rank)]:
-        link = target / path.relative_to(slot)
-        link.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        link.symlink_to(path)
 
 
 def remove_state(state: MemoryState) -> None:

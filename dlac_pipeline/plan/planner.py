@@ -5,7 +5,7 @@ import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -14,6 +14,7 @@ from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 from pyiceberg.table.snapshots import Snapshot
 
+from dlac_pipeline.lakehouse.doors import Door
 from dlac_pipeline.lakehouse.errors import EmptyPlan, NoSuchColumn, SpecInvalid
 from dlac_pipeline.lakehouse.filters.grammar import parse_filter
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
@@ -23,14 +24,28 @@ from dlac_pipeline.lakehouse.iceberg.snapshots import schema_id_of, snapshot_of
 from dlac_pipeline.lakehouse.iceberg.sources import check_data_files, load_version, name_outside
 from dlac_pipeline.lakehouse.ledger.plans import WORK_UNITS_ARROW, PlanRow, find_plan, read_units, write_plan
 from dlac_pipeline.plan.plan import Plan, unit_table
-from dlac_pipeline.plan.row_keys import identity_keys, row_keys_of, write_row_keys
 from dlac_pipeline.plan.units import Ints
-from dlac_pipeline.rows.columns import check_names, kinds_of
+from dlac_pipeline.rows.columns import check_identity, check_names, kinds_of
 from dlac_pipeline.rows.transform import ROW, load_transform
 from dlac_pipeline.spec.job_spec import SourceSpec
 
-_FACTS = ("source_table", "table_uuid", "snapshot_id", "tag", "schema_id", "row_filter", "columns", "exclude")
-"""Fields of a plan's row that do not depend on its units."""
+ROW_KEYS = Door("dlac.row_keys", "writer of row keys")
+
+
+class RowKeys(Protocol):
+    """Keys of the rows of a source. The entry `keys` of the door is called as `row_keys_of`."""
+
+    def write(self, snapshot_id: int, paths: set[str], *, older: bool) -> None:
+        """Write the keys of a snapshot's data files that have none of the same columns, in one append.
+
+        `older`: also of files that other plans of the table name, while they can be read. Raises `DataFileUnreadable`.
+        """
+
+
+def row_keys_of(lakehouse: Lakehouse, table: Table, schema: Schema, source: SourceSpec) -> RowKeys:
+    """Return the keys of a source's rows. Raises `SpecInvalid` for rows without keys, or as `Door.load`."""
+    keys: RowKeys = ROW_KEYS.load("keys", setting="source.row_keys")(lakehouse, table, schema, source)
+    return keys
 
 
 def make_plan(
@@ -58,7 +73,7 @@ def make_plan(
     check_data_files(table)
     snapshot = snapshot_of(table, source.snapshot_id, ref=source.ref)
     schema = check_source(table, source, snapshot)
-    keys = row_keys_of(table, schema, source) if source.row_keys and write else None
+    keys = row_keys_of(lakehouse, table, schema, source) if source.row_keys and write else None
     tag = hold(lakehouse, source.table, snapshot.snapshot_id, source.pin if write else "none")
     groups = row_groups_of(
         table,
@@ -75,9 +90,8 @@ def make_plan(
     if not any(group.rows > len(group.dead) for group in groups):
         raise _no_live_rows(table, source, snapshot.snapshot_id, schema.schema_id, sum(group.rows for group in groups))
     if keys is not None:
-        paths = {group.file_path for group in groups}
-        write_row_keys(lakehouse, table, keys, snapshot.snapshot_id, paths, older=only is None)
-    return _find_or_write(
+        keys.write(snapshot.snapshot_id, {group.file_path for group in groups}, older=only is None)
+    return find_or_write(
         lakehouse if write else None,
         groups,
         source_table=source.table,
@@ -119,7 +133,7 @@ def check_source(table: Table, source: SourceSpec, snapshot: Snapshot) -> Schema
 
 def _check_schema(schema: Schema, source: SourceSpec) -> None:
     of_source = f"of source {source.label!r}"
-    identity_keys(schema, source.identity_columns, setting=f"identity_columns {of_source}")
+    check_identity(schema, source.identity_columns, setting=f"identity_columns {of_source}")
     if source.transform and ROW in source.columns:
         raise SpecInvalid(f"expected columns of other names than {ROW!r}, which transforms use, found it: leave it out")
     for setting in ("columns",) if source.transform else ("columns", "ragged", "nullable"):
@@ -159,28 +173,7 @@ def _no_live_rows(table: Table, source: SourceSpec, snapshot_id: int, schema_id:
     return EmptyPlan(f"{wanted}, found none of {rows}: widen the filter")
 
 
-def exclude_rows(lakehouse: Lakehouse, plan: Plan, dead: Mapping[int, Ints]) -> Plan:
-    """Return a plan of the same units without these rows (unit -> sorted offsets), or `plan` if it has none of them."""
-    groups = []
-    for unit, (path, row_group) in enumerate(plan.units.places()):
-        known = plan.units.dead.get(unit, np.zeros(0, dtype=np.int64))
-        groups.append(
-            RowGroup(
-                file_path=path,
-                row_group=row_group,
-                first_row=int(plan.units.first_row[unit]),
-                rows=int(plan.units.rows[unit]),
-                bytes=int(plan.units.bytes[unit]),
-                dead=np.union1d(known, dead[unit]).astype(np.int64) if unit in dead else known,
-            )
-        )
-    if all(len(group.dead) == plan.units.dead_rows(unit) for unit, group in enumerate(groups)):
-        return plan
-    facts = {name: getattr(plan.row, name) for name in _FACTS}
-    return _find_or_write(lakehouse, groups, **facts, base_plan_id=plan.row.base_plan_id or plan.row.plan_id)
-
-
-def _find_or_write(lakehouse: Lakehouse | None, groups: list[RowGroup], **facts: Any) -> Plan:
+def find_or_write(lakehouse: Lakehouse | None, groups: list[RowGroup], **facts: Any) -> Plan:
     """Return the written plan of these units, and write it if it is new. Without a lakehouse it is not written."""
     content = {name: facts[name] for name in facts if name not in ("source_table", "tag")}
     content["units"] = _digest(groups)

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from pyiceberg import types as ice
 from pyiceberg.schema import Schema
 
-from dlac_pipeline.lakehouse.errors import NoSuchColumn, UnsupportedColumn
+from dlac_pipeline.lakehouse.errors import NoSuchColumn, SpecInvalid, UnsupportedColumn
 from dlac_pipeline.lakehouse.iceberg.columns import byte_strings_in, concat_chunks, is_list
 
 Array = npt.NDArray[Any]
@@ -115,6 +115,17 @@ def check_names(schema: Schema, names: Sequence[str], *, setting: str) -> None:
     for name in names:
         if name not in fields:
             raise NoSuchColumn.of(setting, name, fields)
+
+
+def check_identity(schema: Schema, names: Sequence[str], *, setting: str = "identity_columns") -> None:
+    """Raise `SpecInvalid` if a column that identifies rows is not of a primitive type, and as `check_names`."""
+    for name in names:
+        check_names(schema, [name], setting=setting)
+        found = next(field.field_type for field in schema.fields if field.name == name)
+        if not isinstance(found, ice.PrimitiveType):
+            raise SpecInvalid(
+                f"expected identity column {name!r} to be of a primitive type, found {found}: name another"
+            )
 
 
 def _kind_of(name: str, column_type: ice.IcebergType, ragged: bool, nullable: bool) -> ColumnKind:

@@ -23,7 +23,7 @@ from pydantic.fields import FieldInfo
 
 from dlac_pipeline.lakehouse.config import LakehouseConfig, checked_address, checked_home
 from dlac_pipeline.lakehouse.doors import Door
-from dlac_pipeline.lakehouse.errors import BadInput, SpecInvalid
+from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.ledger.run_rows import check_run_name
 from dlac_pipeline.lakehouse.masking import note_secrets
 from dlac_pipeline.lakehouse.source_names import ICEBERG, SOURCES, external_identifier
@@ -48,7 +48,7 @@ SectionT = TypeVar("SectionT", bound=ExtensionSection)
 class SourceSpec(spec_problems.Section):
     """Source of rows."""
 
-    format: str = ICEBERG
+    format: Annotated[str, spec_problems.name_in(SOURCES, "source.format", ICEBERG)] = ICEBERG
     """Format of the table: "iceberg", "delta", "hudi", or another entry point of dlac.sources. The table is read in place."""
     table: str
     """The table to train from, as namespace.table, or catalog:namespace.table for a catalog of PyIceberg's configuration. Of
@@ -94,16 +94,6 @@ class SourceSpec(spec_problems.Section):
     """Policy for rows at which the transform raises, or whose text cannot be tokenized."""
     on_unreadable: Literal["fail", "quarantine"] = "fail"
     """Policy for row groups that are missing or do not decode: the run stops, or continues without them."""
-
-    @field_validator("format")
-    @classmethod
-    def _is_installed(cls, name: str) -> str:
-        try:
-            if name != ICEBERG:
-                SOURCES.find(name, setting="source.format", others=(ICEBERG,))
-        except BadInput as err:
-            raise ValueError(str(err)) from err
-        return name
 
     @field_validator("table")
     @classmethod
@@ -261,7 +251,7 @@ class CheckpointSpec(spec_problems.Section):
     every_s: float = Field(default=0.0, ge=0, le=LONGEST_S)
     """Seconds of training between checkpoints. 0: only steps count. With every_steps the earlier one counts. With "auto": seconds
     of work that a failure may cost, if checkpoints are fast enough."""
-    engine: str = "auto"
+    engine: Annotated[str, spec_problems.name_in(ENGINES, "engine", "auto", "torch")] = "auto"
     """Adapter that saves and loads the state: "torch", "dcp", "deepspeed", or one that another distribution has as an entry point
     of dlac.engines. "auto": chosen by the state that the script restores."""
     mode: Literal["synchronous", "asynchronous"] = "synchronous"
@@ -280,17 +270,6 @@ class CheckpointSpec(spec_problems.Section):
     """Newest checkpoints to keep. Older ones are retired. 0: all. With 2 or more a damaged one can be replaced."""
     keep_every_steps: int = Field(default=0, ge=0, le=MOST_STEPS)
     """Also keep the first checkpoint at or after each multiple of this many steps. 0: none."""
-
-    @field_validator("engine")
-    @classmethod
-    def _is_installed(cls, engine: str) -> str:
-        own = ("auto", "torch")
-        try:
-            if engine not in own:
-                ENGINES.find(engine, setting="engine", others=own)
-        except BadInput as err:
-            raise ValueError(str(err)) from err
-        return engine
 
     @field_validator("memory")
     @classmethod

@@ -6,10 +6,9 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from dlac_pipeline.lakehouse.doors import Door
-from dlac_pipeline.lakehouse.errors import BadInput
 from dlac_pipeline.spec.bounds import LONGEST_WAIT_S, MOST_NODES
 from dlac_pipeline.spec.mesh_spec import MeshSpec
-from dlac_pipeline.spec.spec_problems import Section, Timeout
+from dlac_pipeline.spec.spec_problems import Section, Timeout, name_in
 
 LAUNCHERS = Door("dlac.launchers", "launcher")
 HERE = "here"
@@ -56,7 +55,7 @@ class LaunchSpec(Section):
     again. Ranks may have one sample more than others, if `replicas` * `ranks_per_replica` does not divide the batch size."""
     mesh: MeshSpec = Field(default_factory=MeshSpec)
     """Parallelism within a replica of the model."""
-    on: str = HERE
+    on: Annotated[str, name_in(LAUNCHERS, "launch.on", HERE)] = HERE
     """"here": on this node, or on the nodes where the same command is started. "slurm", "kubernetes": as a job of that scheduler,
     with a supervisor on each node. See the cluster section. Other names: launchers that are installed."""
     nodes: str = Field(default="", pattern=r"^([1-9][0-9]*(:[1-9][0-9]*)?)?$")
@@ -122,16 +121,6 @@ class LaunchSpec(Section):
     or NaN. It commits no checkpoint of that step. "exclude": the next attempt leaves out the rows without which the step would be
     no spike. If it is one again, or no few rows are to blame, training continues with a warning. Unset: it continues. Steps that
     were not applied do not count."""
-
-    @field_validator("on")
-    @classmethod
-    def _is_installed(cls, name: str) -> str:
-        if name != HERE:
-            try:
-                LAUNCHERS.find(name, setting="launch.on", others=(HERE,))
-            except BadInput as err:
-                raise ValueError(str(err)) from err
-        return name
 
     @field_validator("env", "termination_headers")
     @classmethod

@@ -11,11 +11,13 @@ from types import UnionType
 from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
+from pydantic.functional_validators import AfterValidator, BeforeValidator
 from pydantic_core import ErrorDetails
 
-from dlac_pipeline.lakehouse.errors import SpecInvalid
+from dlac_pipeline.lakehouse.doors import Door
+from dlac_pipeline.lakehouse.errors import BadInput, SpecInvalid
 from dlac_pipeline.lakehouse.masking import is_secret_name, mask_secrets
 from dlac_pipeline.spec.bounds import LONGEST_WAIT_S
 
@@ -77,6 +79,20 @@ def name_or_number(least: int, most: int, names: tuple[str, ...] = ()) -> Before
         return value
 
     return BeforeValidator(check)
+
+
+def name_in(door: Door, setting: str, *own: str) -> AfterValidator:
+    """Return a check of a setting that names an entry of a door, or one of the core's `own`."""
+
+    def check(name: str) -> str:
+        try:
+            if name not in own:
+                door.find(name, setting=setting, others=own)
+        except BadInput as err:
+            raise ValueError(str(err)) from err
+        return name
+
+    return AfterValidator(check)
 
 
 def holds_numbers(field: FieldInfo) -> bool:

@@ -41,7 +41,7 @@ class LiveRun:
         process = self.rank(0)
         above = [] if process is None else process.parents()
         return next(
-            (one for one in above if "dlac_pipeline.extensions.orchestrated.supervisor_process" in one.cmdline()), None
+            (one for one in above if "dlac_pipeline.extensions.clusters.supervisor_process" in one.cmdline()), None
         )
 
     def kill_rank(self, number: int) -> bool:

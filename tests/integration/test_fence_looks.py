@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from dlac_pipeline.extensions.clusters import serve
 from dlac_pipeline.lakehouse.config import LakehouseConfig
 from dlac_pipeline.lakehouse.errors import CatalogUnreachable
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
 from dlac_pipeline.lakehouse.ledger.commits import claim
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger, RunState
-from dlac_pipeline.launchers import serve
 from dlac_pipeline.spec.launch_request import Request
 from tests.conftest import Arena, wait_until
 

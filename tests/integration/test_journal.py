@@ -11,6 +11,7 @@ from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.cli.main import app
 from dlac_pipeline.extensions.kept_checkpoints.tags import name_checkpoint
 from dlac_pipeline.extensions.look.run_state import run_status
+from dlac_pipeline.extensions.rebuild.damaged import connect_damaged
 from dlac_pipeline.extensions.rebuild.rebuild import Rebuilt, rebuild_ledger
 from dlac_pipeline.extensions.upkeep.upkeep import run_upkeep
 from dlac_pipeline.lakehouse import errors
@@ -63,7 +64,7 @@ def look_anew(arena: Arena, look: Callable[[Lakehouse, str], object]) -> None:
 def rebuild(arena: Arena, *, journal: str | None = None, dry_run: bool = False) -> Rebuilt:
     """Rebuild the ledger as a new process does, and open the lakehouse again."""
     forget_files()
-    done = rebuild_ledger(connect(arena.config.at_home(arena.home), damaged=True), journal=journal, dry_run=dry_run)
+    done = rebuild_ledger(connect_damaged(arena.config.at_home(arena.home)), journal=journal, dry_run=dry_run)
     if not dry_run:
         forget(arena)
     return done
@@ -107,7 +108,7 @@ def lose_catalog(arena: Arena) -> None:
     """The catalog's file is gone, and a new one has the source table only."""
     place = arena.lakehouse.load("src.t").metadata_location
     (arena.home / "catalog.db").unlink()
-    catalog = connect(arena.config.at_home(arena.home), damaged=True)
+    catalog = connect_damaged(arena.config.at_home(arena.home))
     catalog.create_namespace("src")
     catalog.catalog.register_table("src.t", place)
 
@@ -311,7 +312,7 @@ def test_wrong_journal_is_refused(trained: Arena, tmp_path: Path) -> None:
         with pytest.raises(errors.BadInput, match=rf"expected entries .* in '{address}', found none.*--journal"):
             rebuild(trained, journal=address)
     with pytest.raises(errors.BadInput, match=r"expected entries .* found none"):
-        rebuild_ledger(connect(trained.config.at_home(tmp_path), damaged=True))
+        rebuild_ledger(connect_damaged(trained.config.at_home(tmp_path)))
     assert files_of(trained) == before
     assert not rebuild(trained, dry_run=True).runs[0].missing
 

@@ -16,11 +16,11 @@ from pyiceberg.types import LongType, NestedField, StringType, UUIDType
 
 from dlac_pipeline.audit.lakehouse_sql import open_audit
 from dlac_pipeline.extensions.erasure.seen import who_has_seen
+from dlac_pipeline.extensions.history import row_keys
 from dlac_pipeline.extensions.upkeep import upkeep
 from dlac_pipeline.lakehouse.errors import DataFileUnreadable, SpecInvalid
 from dlac_pipeline.lakehouse.iceberg import own_rows
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, connect
-from dlac_pipeline.plan import row_keys
 from dlac_pipeline.plan.planner import make_plan
 from dlac_pipeline.spec.job_spec import SourceSpec
 from tests.conftest import Arena

@@ -7,8 +7,10 @@ import pytest
 @pytest.mark.parametrize(
     ("module", "unwanted"),
     [
-        pytest.param("dlac_pipeline.launchers.serve", {"torch", "deepspeed", "dagster"}, marks=pytest.mark.slow),
-        ("dlac_pipeline.extensions.orchestrated.supervisor_process", {"pyiceberg", "pyarrow", "sqlalchemy"}),
+        pytest.param(
+            "dlac_pipeline.extensions.clusters.serve", {"torch", "deepspeed", "dagster"}, marks=pytest.mark.slow
+        ),
+        ("dlac_pipeline.extensions.clusters.supervisor_process", {"pyiceberg", "pyarrow", "sqlalchemy"}),
         pytest.param(
             "jobs.definitions",
             {"pyiceberg", "pyarrow", "duckdb", "numpy", "torch", "matplotlib"},

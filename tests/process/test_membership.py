@@ -15,11 +15,11 @@ import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's __init__ does not re-export by name
 
 from dlac_pipeline.elastic import membership
-from dlac_pipeline.elastic.endpoint import serve_rendezvous
 from dlac_pipeline.elastic.membership import EndedElsewhere, Membership
 from dlac_pipeline.elastic.nodes.node_heartbeat import NodeHeartbeat
 from dlac_pipeline.elastic.rank_assignment import Offer, RoundPlan, assign_ranks, usable_ranks
 from dlac_pipeline.elastic.sealed_store import KEY_VARIABLE
+from dlac_pipeline.extensions.torchrun.commands import serve_rendezvous
 from dlac_pipeline.lakehouse.errors import NodesMissing, SpecInvalid
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.spec.launch_spec import LaunchSpec

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dlac_pipeline.launchers.orchestrator import on_ending_signals
+from dlac_pipeline.launchers.signals import on_ending_signals
 from tests.conftest import PROGRAMS
 
 SIGNALS = 3000

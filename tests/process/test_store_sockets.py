@@ -15,12 +15,13 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's __init__ does not re-export by name
 
-from dlac_pipeline.elastic.endpoint import Endpoint, serve_rendezvous
+from dlac_pipeline.elastic.endpoint import Endpoint
 from dlac_pipeline.elastic.nodes.node_heartbeat import NodeHeartbeat
 from dlac_pipeline.elastic.rank_assignment import Offer
 from dlac_pipeline.elastic.ranks import addresses, process_group
 from dlac_pipeline.elastic.ranks.addresses import listen_at, own_address, stands_for_loopback
 from dlac_pipeline.elastic.sealed_store import SealedStore
+from dlac_pipeline.extensions.torchrun.commands import serve_rendezvous
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.spec.launch_spec import LaunchSpec
 from tests.conftest import wait_until

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from dlac_pipeline.elastic.round import RESUME, Round
 from dlac_pipeline.elastic.sealed_store import Message
-from dlac_pipeline.extensions.orchestrated import supervisor_process as supervisor
+from dlac_pipeline.extensions.clusters import supervisor_process as supervisor
 
 _announce = Round.announce
 

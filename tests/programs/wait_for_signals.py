@@ -3,7 +3,7 @@
 import signal
 import threading
 
-from dlac_pipeline.launchers.orchestrator import on_ending_signals, on_signals
+from dlac_pipeline.launchers.signals import on_ending_signals, on_signals
 
 heard, done = threading.Event(), threading.Event()
 on_ending_signals(heard.set)

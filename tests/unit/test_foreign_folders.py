@@ -9,6 +9,7 @@ import pytest
 
 from dlac_pipeline.checkpoint.commit.local_copies import LocalCopies
 from dlac_pipeline.checkpoint.store import Tiers
+from dlac_pipeline.extensions.buddies.buddy import marks_of_seals
 from dlac_pipeline.extensions.buddies.server import home_of
 from dlac_pipeline.lakehouse.errors import StoreUnavailable
 from dlac_pipeline.lakehouse.own_folders import open_own, remove_own
@@ -106,7 +107,7 @@ def test_refused_states_are_not_read(trap: Trap) -> None:
     assert states.bytes_in(trap.slot) == states.copied_step(trap.run / "000002-b", 0) == 0
     refused: list[Callable[[], object]] = [
         lambda: states.read_seals(trap.slot, [0]),
-        lambda: states.marks_of_seals(trap.slot, [0]),
+        lambda: marks_of_seals(trap.slot, [0]),
         lambda: states.mark_copied(trap.run / "000002-b", 0, 8),
         lambda: states.write_seal(trap.slot, part_of(1)),
         lambda: states.make_folder(trap.run / "000003-c"),

@@ -16,7 +16,8 @@ from dlac_pipeline.audit.audit import AuditReport
 from dlac_pipeline.audit.table import audit_table
 from dlac_pipeline.cli import main, shared
 from dlac_pipeline.cli.display import TrainingDisplay
-from dlac_pipeline.cli.shared import show_facts, show_rows, terminal_text
+from dlac_pipeline.cli.shared import show_facts, terminal_text
+from dlac_pipeline.extensions.auditors.commands import show_rows
 
 HOSTILE = [
     *("\x1b[2J\x1b[H", "\x1b]0;title\x07", "\x1b]8;;http://x\x1b\\link", "\x9b31m", "\x90q\x9c", "a\rb", "\x08\x08"),

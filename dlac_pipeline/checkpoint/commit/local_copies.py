@@ -1,4 +1,4 @@
-"""Local copies of checkpoints: the newest stay on this node for a quick restart, and the next job is placed where they are."""
+"""Local copies of checkpoints: the newest stay on this node for a quick restart. The ledger has the names of the nodes."""
 
 import logging
 import os
@@ -12,8 +12,7 @@ from typing import Any
 from dlac_pipeline.checkpoint.restore.conversion import discard_conversion
 from dlac_pipeline.checkpoint.store import MANIFEST, Tiers
 from dlac_pipeline.lakehouse.errors import StoreUnavailable
-from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, fence_of_rows
-from dlac_pipeline.lakehouse.ledger.typed_rows import LedgerRow, NodeRanks
+from dlac_pipeline.lakehouse.ledger.typed_rows import NodeRanks
 from dlac_pipeline.lakehouse.own_folders import remove_tree
 
 _log = logging.getLogger(__name__)
@@ -79,11 +78,3 @@ def nodes_of_ranks(votes: Sequence[Mapping[str, Any]]) -> list[NodeRanks]:
     return [
         NodeRanks(node=node, ranks=len(list(same))) for node, same in groupby(vote["node"] for vote in votes) if node
     ]
-
-
-def nodes_with_newest(rows: Sequence[LedgerRow]) -> list[str]:
-    """Return the nodes with a copy of the head of a run, by the run's rows. Empty: none, or none is known."""
-    checkpoints = checkpoint_rows(rows)
-    head = checkpoints.get(fence_of_rows(rows).head or "")
-    same_attempt = (row for row in checkpoints.values() if head is not None and row.attempt == head.attempt)
-    return next((list(row.nodes) for row in same_attempt if row.nodes), [])

@@ -6,15 +6,13 @@ That of replicated models is here. Others enter through the door `dlac.engines`.
 
 import logging
 import sys
-from collections.abc import Iterator
-from contextlib import suppress
 from typing import Any
 
 from torch.nn import Module
 
 from dlac_pipeline.checkpoint.engines.engine import Engine
 from dlac_pipeline.checkpoint.engines.torch_state import TorchState, reshard
-from dlac_pipeline.lakehouse.errors import BadInput, ScriptInvalid, SpecInvalid
+from dlac_pipeline.lakehouse.errors import ScriptInvalid, SpecInvalid
 from dlac_pipeline.spec.job_spec import ENGINES
 
 __all__ = [
@@ -22,7 +20,6 @@ __all__ = [
     "TorchState",
     "adapt",
     "engine_named",
-    "installed_engines",
     "prepare_engines",
 ]
 
@@ -67,13 +64,6 @@ def engine_named(name: str, *, setting: str = "the manifest's engine") -> type[E
         return TorchState
     found: type[Engine] = ENGINES.load(name, setting=setting, others=(TorchState.name,))
     return found
-
-
-def installed_engines() -> Iterator[type[Engine]]:
-    """Yield the engines of extensions whose packages are installed."""
-    for name in ENGINES.points():
-        with suppress(BadInput):
-            yield engine_named(name)
 
 
 def prepare_engines() -> None:

@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import asdict, dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from dlac_pipeline.plan.order import ReaderState, reader_state_of
 
@@ -45,6 +45,11 @@ class _AttemptFacts:
     checkpoint_cost: list[float] = field(default_factory=list)
     """Seconds that the last checkpoint took from training, and in all. Empty: the run has none."""
 
+    @property
+    def cursors(self) -> ReaderState:
+        """Cursor of each source and key group. Empty: the leg, or the state in memory, has the cursors."""
+        return []
+
     def to_json(self) -> str:
         """Return this resume point as JSON, for the ranks."""
         return json.dumps({"kind": type(self).__name__, **asdict(self)})
@@ -54,25 +59,10 @@ class _AttemptFacts:
 class FreshStart(_AttemptFacts):
     """Start of a run: at step 0, with the state that the script makes."""
 
-    @property
-    def step(self) -> int:
-        """0."""
-        return 0
-
-    @property
-    def head_step(self) -> int:
-        """0."""
-        return 0
-
-    @property
-    def checkpoint_id(self) -> None:
-        """None: the run has no checkpoint."""
-        return None
-
-    @property
-    def cursors(self) -> ReaderState:
-        """Empty: the leg has the cursors with which it begins."""
-        return []
+    step: ClassVar[int] = 0
+    head_step: ClassVar[int] = 0
+    checkpoint_id: ClassVar[None] = None
+    """The run has no checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,11 +125,6 @@ class FromMemory(_AttemptFacts):
     """Dimensions of a replica at the save, if it had several ranks."""
     sources: list[Source] = field(default_factory=list)
     """The nodes that have parts of the state. Empty with one node."""
-
-    @property
-    def cursors(self) -> ReaderState:
-        """Empty: the state in memory has the cursors."""
-        return []
 
 
 ResumePoint: TypeAlias = FreshStart | FromCheckpoint | FromMemory

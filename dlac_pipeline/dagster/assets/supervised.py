@@ -73,7 +73,7 @@ def supervise_launch(
     After a second one, it kills the supervisor. An event that cannot be passed on is lost, and training continues.
     """
     process = subprocess.Popen(
-        [sys.executable, "-m", "dlac_pipeline.extensions.orchestrated.supervisor_process"],
+        [sys.executable, "-m", "dlac_pipeline.extensions.clusters.supervisor_process"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,

@@ -32,8 +32,6 @@ RUN_VARIABLE = "DLAC_RUN"
 """Variable with the name of the run, for tools that list processes."""
 LAUNCH_VARIABLE = "DLAC_LAUNCH"
 """Variable with the launch folder, which the launcher sets for every rank."""
-REHEARSAL_VARIABLE = "DLAC_REHEARSAL"
-"""Set to 1 for the ranks of a rehearsal, for scripts with side effects."""
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """Signals that end a launch. Tools that end whole process trees send them to every process."""
 _OWN_PACKAGES = ("dlac_pipeline",)

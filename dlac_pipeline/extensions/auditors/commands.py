@@ -1,10 +1,13 @@
 """The command `dlac sql`."""
 
 import sys
+from collections.abc import Iterable, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from rich.table import Table
+from rich.text import Text
 from typer import Argument, Option
 
 from dlac_pipeline.cli import shared as ui
@@ -80,7 +83,22 @@ def sql(
     if as_json:
         sys.stdout.write(strict_json([dict(zip(names, row, strict=True)) for row in rows], default=_json_value) + "\n")
     else:
-        ui.show_rows(names, rows)
+        show_rows(names, rows)
+
+
+def show_rows(names: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Print a table, or a block for each row, a field per line, where it would be wider than the terminal. None is NULL."""
+    null = Text("NULL", style="dim")
+    cells = [[null if value is None else ui.plain_text(value) for value in row] for row in rows]
+    table = Table()
+    for name in names:
+        table.add_column(ui.plain_text(name))
+    for row in cells:
+        table.add_row(*row)
+    if ui.OUT.measure(table, options=ui.OUT.options.update(width=ui.WIDE)).maximum <= ui.OUT.width:
+        ui.OUT.print(table)
+    else:
+        ui.show_blocks(zip(map(ui.terminal_text, names), (cell.plain for cell in row), strict=True) for row in cells)
 
 
 def _answer(

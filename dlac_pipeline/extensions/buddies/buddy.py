@@ -1,5 +1,6 @@
 """Copies of a node's memory states on its buddy, the next node of the round on another host."""
 
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -80,7 +81,7 @@ class BuddyCopies:
         for number in range(states.SLOTS):
             slot = states.slot_of(self._folder, number)
             try:
-                mark = states.marks_of_seals(slot, self._ranks)
+                mark = marks_of_seals(slot, self._ranks)
                 if mark != self._marks.get(number):
                     (step,) = {part.step for part in states.read_seals(slot, self._ranks)}
                     if newest is None or step > newest[1]:
@@ -118,3 +119,10 @@ class BuddyCopies:
                 connection.receive()
                 self._sent[number] = sent
                 self.content_bytes += connection.content_bytes
+
+
+def marks_of_seals(slot: Path, ranks: Sequence[int]) -> _Mark:
+    """Return the identity and the time of each rank's seal. Raise `OSError` if one has no seal, or the slot is refused."""
+    with states.opened(slot) as here:
+        found = [os.stat(states.seal_file(slot, rank).name, dir_fd=here) for rank in ranks]
+    return [(each.st_ino, each.st_mtime_ns) for each in found]

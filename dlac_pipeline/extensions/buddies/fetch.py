@@ -199,7 +199,7 @@ class BuddyMemory(NodeMemory):
         with guard():
             states.make_folder(target)
             for part in own:
-                states.link_part(part, slot, target)
+                _link_part(part, slot, target)
         missing = set(range(point.world_size)) - {part.state.rank for part in own}
         needed = missing & _needed_ranks(point, current.ranks, world_size)
         for host, port, found in point.sources:
@@ -259,3 +259,11 @@ def _has_room(node: NodeStates, state: MemoryState, world_size: int) -> bool:
 def _check_parts(parts: Sequence[RankState], *, ranks: Sequence[int], step: int) -> None:
     if [part.rank for part in parts] != ranks or {part.step for part in parts} != {step}:
         raise ValueError(f"expected ranks {ranks} after step {step}, found others")
+
+
+def _link_part(part: Part, slot: Path, target: Path) -> None:
+    """Make links in another slot to a rank's files and seal. The links see later writes to these files."""
+    for path in [*(slot / name for name, _ in part.state.files), states.seal_file(slot, part.state.rank)]:
+        link = target / path.relative_to(slot)
+        link.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        link.symlink_to(path)

@@ -29,7 +29,7 @@ class NodeProcess:
         self._errors = folder / "errors"
         with (folder / EVENTS_FILE).open("wb") as events, self._errors.open("wb") as errors:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "dlac_pipeline.extensions.orchestrated.supervisor_process"],
+                [sys.executable, "-m", "dlac_pipeline.extensions.clusters.supervisor_process"],
                 stdin=subprocess.PIPE,
                 stdout=events,
                 stderr=errors,

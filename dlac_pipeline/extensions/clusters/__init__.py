@@ -1,1 +1,1 @@
-"""Launchers of clusters: Slurm and Kubernetes."""
+"""Launchers of clusters, Slurm and Kubernetes, and the processes of launches that an orchestrator started."""

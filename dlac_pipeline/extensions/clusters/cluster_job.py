@@ -3,12 +3,11 @@
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from dlac_pipeline.checkpoint.commit.local_copies import nodes_with_newest
 from dlac_pipeline.extensions.clusters.checks import check_lakehouse, store_in_doubt
 from dlac_pipeline.extensions.clusters.kubernetes import Kubernetes
 from dlac_pipeline.extensions.clusters.scheduler import JobState, Scheduler
@@ -16,7 +15,8 @@ from dlac_pipeline.extensions.clusters.slurm import Slurm
 from dlac_pipeline.lakehouse import errors
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
-from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS
+from dlac_pipeline.lakehouse.ledger.run_rows import checkpoint_rows, fence_of_rows
+from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, LedgerRow
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.spec.launch_spec import LISTENS_S
 from dlac_pipeline.supervise.ranks.rank_events import Event
@@ -344,3 +344,11 @@ def slurm_job(request: Request, on_event: Callable[[Event], None]) -> ClusterJob
 def kubernetes_job(request: Request, on_event: Callable[[Event], None]) -> ClusterJob:
     """Return the launcher for `launch.on = "kubernetes"`."""
     return ClusterJob(request, Kubernetes(request), on_event)
+
+
+def nodes_with_newest(rows: Sequence[LedgerRow]) -> list[str]:
+    """Return the nodes with a copy of the head of a run, by the run's rows. Empty: none, or none is known."""
+    checkpoints = checkpoint_rows(rows)
+    head = checkpoints.get(fence_of_rows(rows).head or "")
+    same_attempt = (row for row in checkpoints.values() if head is not None and row.attempt == head.attempt)
+    return next((list(row.nodes) for row in same_attempt if row.nodes), [])

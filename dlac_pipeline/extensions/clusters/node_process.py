@@ -16,17 +16,18 @@ from contextlib import suppress
 from pathlib import Path
 
 from dlac_pipeline.elastic.sealed_store import KEY_VARIABLE
+from dlac_pipeline.extensions.clusters.orchestrator import keep_events_apart, report
 from dlac_pipeline.extensions.clusters.packed_request import unpack
 from dlac_pipeline.extensions.clusters.scheduler import FIRST_NODE_VARIABLE, KEY_FILE_VARIABLE, UNFINISHED_EXIT_CODE
+from dlac_pipeline.extensions.clusters.serve import report_error, run_and_report
 from dlac_pipeline.extensions.clusters.settings import ClusterSpec
 from dlac_pipeline.extensions.clusters.slurm import Slurm
 from dlac_pipeline.lakehouse.errors import DlacError, SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import ClaimRow
-from dlac_pipeline.launchers.orchestrator import keep_events_apart, on_ending_signals, report
 from dlac_pipeline.launchers.protocol import Here
-from dlac_pipeline.launchers.serve import report_error, run_and_report
+from dlac_pipeline.launchers.signals import on_ending_signals
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.claims import to_replace
 

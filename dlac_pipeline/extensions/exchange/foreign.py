@@ -4,6 +4,8 @@ import json
 import math
 import pickle
 import warnings
+from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -17,7 +19,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-from dlac_pipeline.checkpoint.engines import installed_engines
+from dlac_pipeline.checkpoint.engines import Engine, engine_named
 from dlac_pipeline.checkpoint.engines.engine import Foreign
 from dlac_pipeline.checkpoint.engines.safe_load import only_tensors
 from dlac_pipeline.checkpoint.engines.shard_names import INDEX, box
@@ -27,7 +29,7 @@ from dlac_pipeline.checkpoint.stage.copies import Direct, Write
 from dlac_pipeline.checkpoint.stage.durable_writer import DurableWriter
 from dlac_pipeline.checkpoint.store import MANIFEST, Tiers
 from dlac_pipeline.extensions.exchange.weights import WEIGHTS_FILE, WEIGHTS_INDEX
-from dlac_pipeline.lakehouse.errors import SpecInvalid
+from dlac_pipeline.lakehouse.errors import BadInput, SpecInvalid
 from dlac_pipeline.spec.job_spec import ENGINES
 
 _DCP = "dcp"
@@ -56,7 +58,7 @@ def foreign_checkpoint(folder: Path, *, tag: str | None = None) -> Foreign:
             "with --tag"
         )
     _check_foreign(tagged)
-    engines = list(installed_engines())
+    engines = list(_installed_engines())
     for engine in engines:
         if (found := engine.foreign(tagged)) is not None:
             return found
@@ -70,6 +72,13 @@ def foreign_checkpoint(folder: Path, *, tag: str | None = None) -> Foreign:
         f"expected a checkpoint of {known} or Hugging Face (*.safetensors) in {str(folder)!r}, found "
         f"{sorted(path.name for path in folder.glob('*'))[:8]!r}: name its folder, and --tag where there is no file `latest`"
     )
+
+
+def _installed_engines() -> Iterator[type[Engine]]:
+    """Yield the engines of extensions whose packages are installed."""
+    for name in ENGINES.points():
+        with suppress(BadInput):
+            yield engine_named(name)
 
 
 def copy_foreign(foreign: Foreign, tiers: Tiers, name: str, folder: Path) -> list[FileEntry]:

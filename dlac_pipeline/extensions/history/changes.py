@@ -13,6 +13,7 @@ from typing import Literal
 import numpy as np
 from pyiceberg.table import Table
 
+from dlac_pipeline.extensions.history.row_keys import Keys, identity_keys
 from dlac_pipeline.extensions.history.row_matching import Mask, match
 from dlac_pipeline.extensions.history.steps import Place, Step, TableRows, steps_between
 from dlac_pipeline.extensions.history.walk import Found, Walk
@@ -21,7 +22,6 @@ from dlac_pipeline.lakehouse.iceberg.data_files import snapshot_schema
 from dlac_pipeline.lakehouse.iceberg.deletes import NO_ROWS, Ints
 from dlac_pipeline.lakehouse.iceberg.snapshots import snapshot_of, table_name
 from dlac_pipeline.plan.legs.changes import OnOverwrite, Portion
-from dlac_pipeline.plan.row_keys import Keys, identity_keys
 
 
 def changes(

@@ -15,10 +15,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyiceberg.table import Table
 
+from dlac_pipeline.extensions.history.row_keys import Keys, key_columns, spilling_duckdb
 from dlac_pipeline.lakehouse.errors import AppendHistoryLost, DataFileUnreadable, DlacError, SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.columns import arrow_type
 from dlac_pipeline.lakehouse.iceberg.data_files import LiveFile
-from dlac_pipeline.plan.row_keys import Keys, key_columns, spilling_duckdb
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection  # whose import costs each launch time, and its end a page of warnings

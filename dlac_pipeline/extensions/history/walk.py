@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from dlac_pipeline.extensions.history.row_keys import Keys
 from dlac_pipeline.extensions.history.row_matching import match
 from dlac_pipeline.extensions.history.steps import Place, Step, TableRows
 from dlac_pipeline.lakehouse.errors import AppendHistoryLost
 from dlac_pipeline.lakehouse.iceberg.snapshots import table_name
 from dlac_pipeline.plan.legs.changes import OnOverwrite, Portion
-from dlac_pipeline.plan.row_keys import Keys
 
 _NOTHING: frozenset[str] = frozenset()
 

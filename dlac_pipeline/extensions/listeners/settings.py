@@ -3,11 +3,16 @@
 No option is a secret. Each library reads its own environment variables, so that copies of the spec contain no credentials.
 """
 
+import ast
+from contextlib import suppress
+from importlib.abc import InspectLoader
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ConfigDict, Field, model_validator
 
-from dlac_pipeline.lakehouse.doors import Door
+from dlac_pipeline.lakehouse.doors import Door, install_command
+from dlac_pipeline.lakehouse.errors import BadInput
 from dlac_pipeline.lakehouse.masking import is_secret_name, mask_secrets
 from dlac_pipeline.spec.sections import EventReceiver, ExtensionSection
 from dlac_pipeline.spec.spec_problems import Section
@@ -101,7 +106,10 @@ class ListenersSpec(ExtensionSection):
     def check_here(self) -> None:
         """Raise `BadInput` for a chosen listener that is unknown, or whose package is not installed. Imports none of them."""
         for name in self.chosen():
-            LISTENERS.check(name, setting=f"[listeners.{name}]")
+            setting = f"[listeners.{name}]"
+            point = LISTENERS.find(name, setting=setting)
+            if missing := _missing_package(point.module):
+                raise BadInput(f"expected the package {missing} for {setting}, found none: {install_command(point)}")
 
     def event_receiver(
         self, spec: "JobSpec", *, launched_by: str = "", is_command: bool = False
@@ -111,3 +119,31 @@ class ListenersSpec(ExtensionSection):
 
         chosen = self.chosen().keys() - set(ENDPOINTS if is_command else ())
         return ListenerProcess(spec, launched_by=launched_by, is_command=is_command) if chosen else None
+
+
+def _missing_package(module: str) -> str:
+    """Return the first module that `module` imports at its top and that is not installed. Empty: all are."""
+    found = None
+    with suppress(ModuleNotFoundError):
+        found = find_spec(module)
+    if found is None:
+        return module
+    source = found.loader.get_source(module) if isinstance(found.loader, InspectLoader) else None
+    for statement in ast.parse(source or "").body:
+        names = [each.name for each in statement.names] if isinstance(statement, ast.Import) else []
+        if isinstance(statement, ast.ImportFrom) and statement.module and not statement.level:
+            names = [statement.module]
+        for name in names:
+            if not _is_installed(name):
+                return name
+    return ""
+
+
+def _is_installed(module: str) -> bool:
+    """Return whether a module's outermost package with code can be found. A package without code is imported for it."""
+    parts = module.split(".")
+    for end in range(1, len(parts) + 1):
+        found = find_spec(".".join(parts[:end]))
+        if found is None or found.origin is not None:
+            return found is not None
+    return True

@@ -12,7 +12,7 @@ import numpy as np
 
 from dlac_pipeline.lakehouse.errors import EmptyPlan
 from dlac_pipeline.lakehouse.iceberg.pins import hold
-from dlac_pipeline.lakehouse.iceberg.row_groups import FilesToRead, row_groups_of
+from dlac_pipeline.lakehouse.iceberg.row_groups import FilesToRead, RowGroup, row_groups_of
 from dlac_pipeline.lakehouse.iceberg.snapshots import schema_id_of, snapshot_of
 from dlac_pipeline.lakehouse.iceberg.sources import load_version
 from dlac_pipeline.plan.cut import CutSettings
@@ -21,13 +21,15 @@ from dlac_pipeline.plan.legs.leg import Leg, LegSource, QuarantinedUnit, Unreada
 from dlac_pipeline.plan.legs.next_leg import LegRequest
 from dlac_pipeline.plan.order import ReaderState
 from dlac_pipeline.plan.plan import Plan, Plans
-from dlac_pipeline.plan.planner import exclude_rows, make_plan
+from dlac_pipeline.plan.planner import find_or_write, make_plan
 from dlac_pipeline.plan.source_order import Cursor, SourceOrder, SourceStart
 from dlac_pipeline.plan.units import Ints
 from dlac_pipeline.spec.job_spec import JobSpec, SourceSpec
 
 Dead = dict[int, Ints]
 """Unit -> sorted offsets of rows that are skipped."""
+_FACTS = ("source_table", "table_uuid", "snapshot_id", "tag", "schema_id", "row_filter", "columns", "exclude")
+"""Fields of a plan's row that do not depend on its units."""
 
 
 def change_leg(plans: Plans, spec: JobSpec, leg: Leg, request: LegRequest, *, step: int, state: ReaderState) -> Leg:
@@ -187,7 +189,7 @@ class _SourceTransition:
         plan = self._plan(plan_id)
         named = ({unit: offsets} for _, unit, offsets in _units_of(plan, unreadable))
         dead = _merged([self._gone(plan, until), self._newly_excluded(plan), *named])
-        reduced = self._plans.add(exclude_rows(self._lakehouse, plan, dead))
+        reduced = self._plans.add(_exclude_rows(self._plans, plan, dead))
         self._checked[reduced.id] = reduced
         return reduced.id
 
@@ -245,6 +247,27 @@ def leave_out(plans: Plans, spec: JobSpec, leg: Leg, unreadable: Sequence[Unread
         turn = _SourceTransition(plans, source, mine, mine, leg.cut_settings(index))
         sources.append(turn.next(mine.start, repin=False, unreadable=unreadable))
     return replace(leg, sources=tuple(sources))
+
+
+def _exclude_rows(plans: Plans, plan: Plan, dead: Dead) -> Plan:
+    """Return a plan of the same units without these rows, or `plan` if it has none of them."""
+    groups = []
+    for unit, (path, row_group) in enumerate(plan.units.places()):
+        known = plan.units.dead.get(unit, np.zeros(0, dtype=np.int64))
+        groups.append(
+            RowGroup(
+                file_path=path,
+                row_group=row_group,
+                first_row=int(plan.units.first_row[unit]),
+                rows=int(plan.units.rows[unit]),
+                bytes=int(plan.units.bytes[unit]),
+                dead=np.union1d(known, dead[unit]).astype(np.int64) if unit in dead else known,
+            )
+        )
+    if all(len(group.dead) == plan.units.dead_rows(unit) for unit, group in enumerate(groups)):
+        return plan
+    facts = {name: getattr(plan.row, name) for name in _FACTS}
+    return find_or_write(plans.lakehouse, groups, **facts, base_plan_id=plan.row.base_plan_id or plan.row.plan_id)
 
 
 def _by_unit(plan: Plan, rows: Mapping[str, Ints]) -> Dead:

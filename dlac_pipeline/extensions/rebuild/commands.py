@@ -25,10 +25,13 @@ def rebuild(
     A lost or damaged table is made again. The other tables get the rows of their intact data files. No file is deleted.
     """
     from dlac_pipeline.checkpoint.store import tiers_of
+    from dlac_pipeline.extensions.rebuild.damaged import connect_damaged
     from dlac_pipeline.extensions.rebuild.rebuild import rebuild_ledger
 
-    files = None if spec is None else tiers_of(ui.resolved(spec, home)).files
-    done = rebuild_ledger(ui.lakehouse_of(spec, home, damaged=True), journal=journal, dry_run=dry_run, files=files)
+    job = None if spec is None else ui.resolved(spec, home)
+    lakehouse = connect_damaged(ui.config_of(home) if job is None else job.lakehouse)
+    files = None if job is None else tiers_of(job).files
+    done = rebuild_ledger(lakehouse, journal=journal, dry_run=dry_run, files=files)
     if as_json:
         ui.show_json(asdict(done))
     else:

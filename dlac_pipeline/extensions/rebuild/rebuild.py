@@ -1,6 +1,6 @@
 """Rebuild of DLAC's tables after a loss: the ledger from its journal, all further tables from their newest metadata files.
 
-In: a lakehouse that was opened as `damaged`. Out: a `Rebuilt`. No file is deleted or renamed. See docs/design/0024-journal.md.
+In: a lakehouse that `connect_damaged` opened. Out: a `Rebuilt`. No file is deleted or renamed. See docs/design/0024-journal.md.
 """
 
 from collections import Counter, defaultdict

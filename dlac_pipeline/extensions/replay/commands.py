@@ -2,6 +2,7 @@
 
 import signal
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from dlac_pipeline.extensions.replay.spike import SpikeReport
 
 PANEL = "Recover"
+Sandbox = Annotated[Path | None, Option(help="Folder for the sandbox with a copy of the checkpoint. Unset: temporary.")]
 
 
 @ui.extension_command("dlac rehearse my-run", "dlac rehearse my-run --steps 5 --sandbox /scratch")
@@ -26,7 +28,7 @@ def rehearse(
         int | None,
         Option(min=1, max=MOST_STEPS, help="Steps to repeat. Unset: all up to the next checkpoint, at most 20."),
     ] = None,
-    sandbox: ui.Sandbox = None,
+    sandbox: Sandbox = None,
     home: ui.Home = None,
     spec: ui.SpecOption = None,
     as_json: ui.AsJson = False,
@@ -70,7 +72,7 @@ def spike(
         list[str] | None,
         Option(help="Column that identifies rows, if the source has no identity columns. The option can be repeated."),
     ] = None,
-    sandbox: ui.Sandbox = None,
+    sandbox: Sandbox = None,
     home: ui.Home = None,
     spec: ui.SpecOption = None,
     as_json: ui.AsJson = False,
@@ -85,7 +87,7 @@ def spike(
     lakehouse, job = ui.lakehouse_of(spec, home), ui.given_spec(run, spec, home)
     report = explain_spike(lakehouse, run, step=step, column=text, by=by or (), spec=job, sandbox_folder=sandbox)
     if as_json:
-        sys.stdout.write(strict_json(report.to_json(top), default=str) + "\n")
+        sys.stdout.write(strict_json(report.to_json(top)) + "\n")
         return
     for line in describe_spike(report):
         ui.show_text(line)

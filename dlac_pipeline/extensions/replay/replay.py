@@ -18,7 +18,6 @@ from typing import Any
 from dlac_pipeline.checkpoint.restore.resume_point import ResumePoint
 from dlac_pipeline.elastic.rank_assignment import Share
 from dlac_pipeline.elastic.ranks.addresses import free_port
-from dlac_pipeline.elastic.ranks.rank import REHEARSAL_VARIABLE
 from dlac_pipeline.lakehouse import errors
 from dlac_pipeline.lakehouse.durable_io import write_durably
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
@@ -32,6 +31,8 @@ from dlac_pipeline.supervise.ranks.rank_starter import RankStarter
 
 PREFIX = "dlac-rehearsal-"
 _LOCK = "owner.lock"
+_REHEARSAL_VARIABLE = "DLAC_REHEARSAL"
+"""Set to 1 for the ranks of a rehearsal, for scripts with side effects."""
 _POLL_S = 0.05
 
 
@@ -82,7 +83,7 @@ def spec_in_sandbox(spec: JobSpec, leg: Leg, successor: CheckpointRow, folder: P
     # All ranks are on this node.
     alone = {"replicas": 0, "ranks_per_replica": 1}
     here = {**alone, "world_size": successor.world_size, "nodes": "", "termination_url": "", "on_spike": None}
-    launch = spec.launch.model_copy(update={**here, "env": {**spec.launch.env, REHEARSAL_VARIABLE: "1"}})
+    launch = spec.launch.model_copy(update={**here, "env": {**spec.launch.env, _REHEARSAL_VARIABLE: "1"}})
     return spec.model_copy(update={"order": order, "checkpoint": checkpoint, "launch": launch})
 
 

@@ -37,7 +37,7 @@ def rows(
     lakehouse = ui.lakehouse_of(spec, home)
     mine = StepRows(lakehouse, run, spec=ui.given_spec(run, spec, home)).of(step, rank=rank, column=text)
     if as_json:
-        sys.stdout.write(strict_json([each.to_json() for each in mine], default=str) + "\n")
+        sys.stdout.write(strict_json([each.to_json() for each in mine]) + "\n")
         return
     show_step_rows(mine, text, {}, empty=f"rank {rank} trained no row in step {step}")
 

@@ -21,7 +21,7 @@ from dlac_pipeline.lakehouse.iceberg.row_groups import parse_exclusion
 from dlac_pipeline.lakehouse.ledger.branches import exclusions_in_force
 from dlac_pipeline.lakehouse.ledger.run_rows import out_of
 from dlac_pipeline.plan.legs.committed_leg import leg_of
-from dlac_pipeline.plan.row_keys import identity_keys
+from dlac_pipeline.rows.columns import check_identity
 from dlac_pipeline.spec.job_spec import JobSpec
 
 _OF_OTHERS = "a rewind excludes rows of one source: exclude those of the others in the job spec of a fork"
@@ -175,7 +175,7 @@ def _rewinds(
     names = tuple(by) or leg_source.identity_columns or tuple(sorted(table.schema().identifier_field_names()))
     if not names:
         return (), f"table {leg_source.table!r} has no identity columns: name rows with --by COLUMN"
-    identity_keys(schema, names, setting="--by" if by else "identity_columns")
+    check_identity(schema, names, setting="--by" if by else "identity_columns")
     values = [steps.values(found.leg, mine, name) for name in names]
     where = filter_of_rows([schema.find_field(name) for name in names], list(zip(*values, strict=True)))
     parse_exclusion(where, schema, table)

@@ -5,7 +5,6 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
@@ -92,7 +91,7 @@ class Lakehouse:
             config = source_catalog(name)
             check_address(config)
             with reachable(config.uri), opening(config.uri):  # it has source tables only: nothing is made in it
-                self._others[name] = Lakehouse(config, _open(config, relocations.Relocation(), create=False))
+                self._others[name] = Lakehouse(config, open_catalog(config, relocations.Relocation(), create=False))
         return self._others[name], table
 
     def load(self, identifier: str) -> Table:
@@ -323,33 +322,19 @@ def _age_of(table: Table) -> tuple[str, int]:
 
 
 def connect(
-    config: LakehouseConfig,
-    *,
-    create: bool = True,
-    tables: Sequence[str] = (),
-    answered: bool = False,
-    damaged: bool = False,
+    config: LakehouseConfig, *, create: bool = True, tables: Sequence[str] = (), answered: bool = False
 ) -> Lakehouse:
     """Open the catalog and make sure that DLAC's tables exist. Without a lakehouse, only `create` makes one.
 
     - `tables`: source tables without which none is made, because a lakehouse in the wrong folder would answer from then on.
     - `answered`: another process of the run has opened this catalog, so a transient failure is an outage.
-    - `damaged`: the tables may be lost, and are left as they are.
 
     Raises `CatalogUnreachable`, `CatalogMisconfigured` for a wrong address, name or credentials, `NoSuchLakehouse`, or
     `NoSuchTable` for one of `tables`, of a catalog without DLAC's tables.
     """
-    named, config = config, configured(config)
-    if config.kind in ("dynamodb", "bigquery"):
-        raise errors.CatalogMisconfigured(
-            f"expected a catalog for DLAC's tables to which PyIceberg can commit, found {config.address!r}, which it can only "
-            'read: name another catalog for the lakehouse, and this one in source.table (catalog:NAME), with pin = "none"'
-        )
-    check_address(config, answered=answered)
-    recorded = _read_places(config, answered=answered)
-    if damaged and recorded is not None and recorded.ledger_metadata is None:
-        recorded = replace(recorded, ledger_metadata=relocations.lost_metadata(config))
-    if not (create or damaged) and recorded is not None and recorded.ledger_metadata is None:
+    named, config = config, checked_config(config, answered=answered)
+    recorded = read_places(config, answered=answered)
+    if not create and recorded is not None and recorded.ledger_metadata is None:
         raise _no_lakehouse(config)
     if create:
         check_tables_may_exist(config, tables)
@@ -357,18 +342,28 @@ def connect(
     relocation = relocations.Relocation() if recorded is None else relocations.find_relocation(config, recorded)
     with reachable(config.uri):
         with opening(config.uri, answered=answered):
-            lakehouse = Lakehouse(config, _open(config, relocation, create=create or damaged), relocation, named=named)
-            exists = damaged or lakehouse.has_ledger()
+            lakehouse = Lakehouse(config, open_catalog(config, relocation, create=create), relocation, named=named)
+            exists = lakehouse.has_ledger()
             if not create and not exists:
                 raise _no_lakehouse(config)
         if not exists:
             for each in tables:
                 lakehouse.load(each)
             lakehouse.create_own_tables()
-        if damaged:
-            lakehouse.create_namespace(config.namespace)
         lakehouse.record_place()
     return lakehouse
+
+
+def checked_config(config: LakehouseConfig, *, answered: bool = False) -> LakehouseConfig:
+    """Return all settings of a lakehouse. Raise `CatalogMisconfigured` if no catalog for DLAC's tables can have them."""
+    config = configured(config)
+    if config.kind in ("dynamodb", "bigquery"):
+        raise errors.CatalogMisconfigured(
+            f"expected a catalog for DLAC's tables to which PyIceberg can commit, found {config.address!r}, which it can only "
+            'read: name another catalog for the lakehouse, and this one in source.table (catalog:NAME), with pin = "none"'
+        )
+    check_address(config, answered=answered)
+    return config
 
 
 def check_tables_may_exist(config: LakehouseConfig, tables: Sequence[str]) -> None:
@@ -412,7 +407,7 @@ def _make_folder(config: LakehouseConfig) -> None:
         ) from err
 
 
-def _read_places(config: LakehouseConfig, *, answered: bool) -> relocations.Recorded | None:
+def read_places(config: LakehouseConfig, *, answered: bool = False) -> relocations.Recorded | None:
     """Read the places that an SQLite catalog records. Wait while another process has it locked. None: another catalog."""
     file = sqlite_file(config.uri)
     if file is None:
@@ -432,7 +427,7 @@ def _read_places(config: LakehouseConfig, *, answered: bool) -> relocations.Reco
         ) from err
 
 
-def _open(config: LakehouseConfig, relocation: relocations.Relocation, *, create: bool) -> Catalog:
+def open_catalog(config: LakehouseConfig, relocation: relocations.Relocation, *, create: bool) -> Catalog:
     """Open the catalog. If two processes create an SQL catalog's tables at once, both succeed."""
     properties = {**config.catalog_properties(), **relocation.properties()}
     warehouse = relocations.raw_path(config.warehouse)

@@ -100,25 +100,6 @@ def read_recorded(file: Path, config: LakehouseConfig) -> Recorded:
     return Recorded(ledger_metadata=metadata, catalog_file=made_at)
 
 
-def lost_metadata(config: LakehouseConfig) -> str | None:
-    """Return the location of a metadata file of the ledger as it was recorded, for a catalog that lost it.
-
-    The metadata files of any own table in the warehouse record where it was made. None: there is none.
-    """
-    warehouse = raw_path(config.warehouse) if config.warehouse else None
-    if warehouse is None:
-        return None
-    for name in (config.namespace, f"{config.namespace}.db"):
-        for path in sorted((Path(warehouse) / name).glob("*/metadata/*.metadata.json"), reverse=True):
-            try:
-                location = raw_path(json.loads(path.read_bytes())["location"])
-            except (OSError, ValueError, TypeError, KeyError, AttributeError):
-                continue
-            if location is not None and location.endswith(f"/{name}/{path.parents[1].name}"):
-                return f"file://{Path(location).parent}/consumption/metadata/{path.name}"
-    return None
-
-
 def find_relocation(config: LakehouseConfig, recorded: Recorded) -> Relocation:
     """Return where the folders of an embedded lakehouse are now. Raises `LakehouseError` if its catalog was copied alone."""
     file, metadata = sqlite_file(config.uri), recorded.ledger_metadata

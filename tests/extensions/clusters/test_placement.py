@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import yaml
 
-from dlac_pipeline.checkpoint.commit.local_copies import holders_of, nodes_with_newest
+from dlac_pipeline.checkpoint.commit.local_copies import holders_of
 from dlac_pipeline.extensions.clusters import slurm
-from dlac_pipeline.extensions.clusters.cluster_job import ClusterJob
+from dlac_pipeline.extensions.clusters.cluster_job import ClusterJob, nodes_with_newest
 from dlac_pipeline.extensions.clusters.kubernetes import Kubernetes
 from dlac_pipeline.extensions.clusters.slurm import Slurm
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger

@@ -8,10 +8,10 @@ import pyarrow as pa
 import pytest
 from pyiceberg.table import Table
 
+from dlac_pipeline.extensions.history.row_keys import identity_keys
 from dlac_pipeline.extensions.history.row_matching import Mask, Rows, match
 from dlac_pipeline.extensions.history.steps import TableRows
 from dlac_pipeline.lakehouse.errors import DataFileUnreadable
-from dlac_pipeline.plan.row_keys import identity_keys
 from tests.empty_lakehouse import empty_lakehouse
 
 COLUMNS: dict[str, tuple[pa.DataType, Any]] = {

@@ -18,9 +18,9 @@ import pyarrow.compute as pc
 from pyiceberg.io.pyarrow import _dataframe_to_data_files, schema_to_pyarrow
 from pyiceberg.schema import Schema
 from pyiceberg.table import Table
-from pyiceberg.types import LongType, NestedField, PrimitiveType, UUIDType
+from pyiceberg.types import LongType, NestedField, UUIDType
 
-from dlac_pipeline.lakehouse.errors import DataFileUnreadable, NoSuchColumn, SpecInvalid
+from dlac_pipeline.lakehouse.errors import DataFileUnreadable, SpecInvalid
 from dlac_pipeline.lakehouse.files.open_file import open_file
 from dlac_pipeline.lakehouse.iceberg.columns import READ_BY_NAME, FileColumns, arrow_type, expect, name_mapping_of
 from dlac_pipeline.lakehouse.iceberg.connect import NO_KEY, Lakehouse, among
@@ -29,6 +29,7 @@ from dlac_pipeline.lakehouse.ledger.schemas import ROW_KEYS
 from dlac_pipeline.lakehouse.maintenance.expiry import committing
 from dlac_pipeline.lakehouse.retrying import retrying
 from dlac_pipeline.plan.units import Ints
+from dlac_pipeline.rows.columns import check_identity
 from dlac_pipeline.spec.job_spec import SourceSpec
 
 if TYPE_CHECKING:
@@ -53,16 +54,9 @@ class Keys:
         return (self.schema, self.columns) if self.columns else (Schema(ROW_ID), (ROW_ID.name,))
 
 
-def identity_keys(schema: Schema, columns: Sequence[str], *, setting: str = "identity_columns") -> Keys:
-    """Keys of the declared identity columns. Raises `NoSuchColumn`, or `SpecInvalid` if one is not of a primitive type."""
-    for name in columns:
-        found = next((one for one in schema.fields if one.name == name), None)
-        if found is None:
-            raise NoSuchColumn.of(setting, name, [one.name for one in schema.fields])
-        if not isinstance(found.field_type, PrimitiveType):
-            raise SpecInvalid(
-                f"expected identity column {name!r} to be of a primitive type, found {found.field_type}: name another"
-            )
+def identity_keys(schema: Schema, columns: Sequence[str]) -> Keys:
+    """Keys of the declared identity columns. Raises as `check_identity`."""
+    check_identity(schema, columns)
     return Keys(schema, tuple(columns))
 
 
@@ -93,7 +87,60 @@ def spilling_duckdb(memory_bytes: int = 1 << 30) -> Iterator["DuckDBPyConnection
             yield connection
 
 
-def row_keys_of(table: Table, schema: Schema, source: SourceSpec) -> Keys:
+class RowKeyWriter:
+    """Keys of the rows of a source, as the planner writes them. Raises `SpecInvalid` for a source without any."""
+
+    def __init__(self, lakehouse: Lakehouse, table: Table, schema: Schema, source: SourceSpec) -> None:
+        self._lakehouse = lakehouse
+        self._table = table
+        self._keys = _keys_of(table, schema, source)
+
+    def write(self, snapshot_id: int, paths: set[str], *, older: bool) -> None:
+        """Write the keys of a snapshot's data files, as `RowKeys.write` does."""
+        from dlac_pipeline.audit.lakehouse_sql import sql_script  # DuckDB costs each launch time
+
+        lakehouse, table, keys = self._lakehouse, self._table, self._keys
+        uuid, known = str(table.metadata.table_uuid), paths
+        plans = lakehouse.read_own("plans").to_pylist() if older else []
+        plans = [each for each in plans if each["table_uuid"] == uuid and table.snapshot_by_id(each["snapshot_id"])]
+        if plans:
+            wanted = among("write_id", [plan["write_id"] for plan in plans])
+            units = lakehouse.read_own("work_units", wanted, columns=("file_path",))
+            known = paths.union(units["file_path"].unique().to_pylist())
+        # the last one decides, because the table may have been upgraded to v3
+        snapshots = [*{plan["snapshot_id"] for plan in plans}, snapshot_id]
+        files = {file.path: file for each in snapshots for file in live_files(table, each) if file.path in known}
+        fields = [keys.read[0].find_field(name) for name in keys.read[1]]
+        with spilling_duckdb() as connection:
+            empty = _columns(fields, [pa.array([], arrow_type(each.field_type)) for each in fields])
+            kinds = map(str, connection.from_arrow(pa.table(empty)).types)
+            identity = json.dumps(dict(zip(keys.read[1], kinds, strict=True)), ensure_ascii=False)
+            facts = [uuid, identity, lakehouse.uuid_of_own("row_keys")]
+            connection.execute(sql_script("row_key"))
+            connection.execute(sql_script("found_keys"), [*facts, list(files)])
+            if not _count_unkeyed(lakehouse, connection):
+                return
+            texts = ", ".join(f"{name}::VARCHAR" for name in empty)
+            insert = f"INSERT INTO found BY NAME SELECT $1 AS file, row_key($2, $3, [{texts}]) AS key, row FROM batch"
+            for path, number in connection.execute("SELECT file_path, file FROM found").fetchall():
+                try:
+                    with expect(f"the columns {list(keys.read[1])!r} in {path!r}"):
+                        if not keys.columns and files[path].first_row_id is None:
+                            raise DataFileUnreadable(
+                                f"expected v3 row ids in {path!r}, found none: set identity_columns"
+                            )
+                        for at, found in key_columns(table, files[path], keys):
+                            connection.register("batch", pa.table({"row": at, **_columns(fields, found)}))
+                            connection.execute(insert, [number, facts[2], identity])
+                except DataFileUnreadable as err:
+                    if path in paths:
+                        raise
+                    logging.getLogger(__name__).warning("%s: its rows have no keys", err)
+                    connection.execute("DELETE FROM found WHERE file = ?", [number])
+            retrying(600.0)(_append, lakehouse, connection)
+
+
+def _keys_of(table: Table, schema: Schema, source: SourceSpec) -> Keys:
     """Return the keys of a source's rows: its identity columns, else the identifier fields of its table, else v3 row ids.
 
     Raises `SpecInvalid` for a source without any of them, or as `identity_keys`.
@@ -106,53 +153,6 @@ def row_keys_of(table: Table, schema: Schema, source: SourceSpec) -> Keys:
             "fields or v3 row ids: set source.identity_columns, or leave source.row_keys out"
         )
     return identity_keys(schema, named)
-
-
-def write_row_keys(
-    lakehouse: Lakehouse, table: Table, keys: Keys, snapshot_id: int, paths: set[str], *, older: bool
-) -> None:
-    """Write the keys of a snapshot's data files that have none of the same columns, in one append.
-
-    `older`: also of files that other plans of the table name, while they can be read. Raises `DataFileUnreadable`.
-    """
-    from dlac_pipeline.audit.lakehouse_sql import sql_script  # DuckDB costs each launch time
-
-    uuid, known = str(table.metadata.table_uuid), paths
-    plans = lakehouse.read_own("plans").to_pylist() if older else []
-    plans = [each for each in plans if each["table_uuid"] == uuid and table.snapshot_by_id(each["snapshot_id"])]
-    if plans:
-        wanted = among("write_id", [plan["write_id"] for plan in plans])
-        units = lakehouse.read_own("work_units", wanted, columns=("file_path",))
-        known = paths.union(units["file_path"].unique().to_pylist())
-    # the last one decides, because the table may have been upgraded to v3
-    snapshots = [*{plan["snapshot_id"] for plan in plans}, snapshot_id]
-    files = {file.path: file for each in snapshots for file in live_files(table, each) if file.path in known}
-    fields = [keys.read[0].find_field(name) for name in keys.read[1]]
-    with spilling_duckdb() as connection:
-        empty = _columns(fields, [pa.array([], arrow_type(each.field_type)) for each in fields])
-        kinds = map(str, connection.from_arrow(pa.table(empty)).types)
-        identity = json.dumps(dict(zip(keys.read[1], kinds, strict=True)), ensure_ascii=False)
-        facts = [uuid, identity, lakehouse.uuid_of_own("row_keys")]
-        connection.execute(sql_script("row_key"))
-        connection.execute(sql_script("found_keys"), [*facts, list(files)])
-        if not _count_unkeyed(lakehouse, connection):
-            return
-        texts = ", ".join(f"{name}::VARCHAR" for name in empty)
-        insert = f"INSERT INTO found BY NAME SELECT $1 AS file, row_key($2, $3, [{texts}]) AS key, row FROM batch"
-        for path, number in connection.execute("SELECT file_path, file FROM found").fetchall():
-            try:
-                with expect(f"the columns {list(keys.read[1])!r} in {path!r}"):
-                    if not keys.columns and files[path].first_row_id is None:
-                        raise DataFileUnreadable(f"expected v3 row ids in {path!r}, found none: set identity_columns")
-                    for at, found in key_columns(table, files[path], keys):
-                        connection.register("batch", pa.table({"row": at, **_columns(fields, found)}))
-                        connection.execute(insert, [number, facts[2], identity])
-            except DataFileUnreadable as err:
-                if path in paths:
-                    raise
-                logging.getLogger(__name__).warning("%s: its rows have no keys", err)
-                connection.execute("DELETE FROM found WHERE file = ?", [number])
-        retrying(600.0)(_append, lakehouse, connection)
 
 
 def _append(lakehouse: Lakehouse, connection: Any) -> None:

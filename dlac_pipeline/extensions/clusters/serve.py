@@ -4,12 +4,12 @@ import os
 import threading
 import time
 
+from dlac_pipeline.extensions.clusters.orchestrator import MARGIN_S, report
 from dlac_pipeline.lakehouse.errors import DlacError, Fenced, error_kind
 from dlac_pipeline.lakehouse.iceberg.connect import connect
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import ClaimRow
 from dlac_pipeline.launchers.bug_report import report_unexpected
-from dlac_pipeline.launchers.orchestrator import MARGIN_S, report
 from dlac_pipeline.launchers.protocol import Launcher
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.claims import launcher_of

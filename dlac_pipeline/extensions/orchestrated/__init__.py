@@ -1,1 +1,0 @@
-"""A supervisor under an orchestrator, which reads its events and ends it."""
