@@ -189,8 +189,8 @@ def _oracle(
     spec = spec.model_copy(update={"run": run})
     fork_run(lakehouse, spec, parent[0], step=parent[1])
     head = Ledger(lakehouse).state(run).fence.head
-    name = table if len(spec.sources) > 1 else None
-    rewind_run(lakehouse, run, nonce="oracle", checkpoint_id=head, exclude=filters, source=name, spec=spec)
+    exclude = [(table, where) if len(spec.sources) > 1 else where for where in filters]
+    rewind_run(lakehouse, run, nonce="oracle", target=head or 0, exclude=exclude, spec=spec)
     with patch.object(SourceOrder, "finish_at", _finish_in_pass) if opened else nullcontext():
         _train(home, spec)
     return run

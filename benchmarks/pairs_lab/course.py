@@ -103,12 +103,10 @@ class Course:
         scene = self.scene
         train(scene)
         self.branches.append(last_attempt(read_entries(scene.log, scene.run)))
-        source = "src.t" if scene.combination["source"] in ("mixed", "late") else None
-        exclude = [f"row_id < {EXCLUDED}"]
+        where, is_mixture = f"row_id < {EXCLUDED}", scene.combination["source"] in ("mixed", "late")
+        exclude = [("src.t", where) if is_mixture else where]
         nonce = uuid4().hex[:8]
-        rewind_run(
-            scene.lakehouse, scene.run, nonce=nonce, step=_REWIND_TO, exclude=exclude, source=source, spec=scene.spec()
-        )
+        rewind_run(scene.lakehouse, scene.run, nonce=nonce, target=_REWIND_TO, exclude=exclude, spec=scene.spec())
         self.excluded |= set(range(EXCLUDED)) & scene.live_rows().keys()
 
     def begin_resized(self) -> None:

@@ -18,8 +18,7 @@ from dlac_pipeline.plan.slots import ALL_SLOTS, groups_of_slots
 from dlac_pipeline.read.opening.open_leg import open_leg
 from dlac_pipeline.read.reader import Waits
 from dlac_pipeline.spec.job_spec import parse_spec
-from dlac_pipeline.train.rank_reader import SHARES, SharePlace
-from dlac_pipeline.train.replaying_reader import Reader
+from dlac_pipeline.train.rank_reader import SHARES, Reader, SharePlace
 
 _STEP_S = 0.02
 _WARM = 10

@@ -20,8 +20,7 @@ from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.read.opening.open_leg import OpenLeg, open_leg
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.track.tracker import ReaderStateTracker
-from dlac_pipeline.train.rank_reader import open_reader, open_replay
-from dlac_pipeline.train.replaying_reader import Reader, ReplayingReader
+from dlac_pipeline.train.rank_reader import Reader, ReplayingReader, open_reader, open_replay
 from dlac_pipeline.train.restored_state import RestoredMemory, read_memory
 
 

@@ -21,8 +21,7 @@ from dlac_pipeline.read.opening.open_leg import OpenLeg, open_leg
 from dlac_pipeline.read.reader import Waits
 from dlac_pipeline.read.stage_reader import StageReader
 from dlac_pipeline.spec.job_spec import OrderSpec, SourceSpec
-from dlac_pipeline.train.rank_reader import SHARES, SharePlace
-from dlac_pipeline.train.replaying_reader import Reader
+from dlac_pipeline.train.rank_reader import SHARES, Reader, SharePlace
 from tests.conftest import Arena
 from tests.installed import install_distribution
 

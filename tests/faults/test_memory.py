@@ -193,7 +193,7 @@ def test_unusable_state_is_not_used(campaign: Arena, damage: str, tmp_path: Path
     assert read_states(folder)
     damage_states(folder, damage)
     if damage == "rewind":
-        rewind_run(campaign.lakehouse, run, nonce="back", step=10, spec=spec)
+        rewind_run(campaign.lakehouse, run, nonce="back", target=10, spec=spec)
     try:
         again = campaign.launch(spec, takeover=True)
         first = again.wait_for("attempt")["step"]

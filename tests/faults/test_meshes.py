@@ -196,7 +196,8 @@ def test_only_early_stages_lack_a_loss(campaign: Arena) -> None:
 @pytest.mark.slow
 def test_pipeline_engine_resumes_exactly(tokens: Arena) -> None:
     """DeepSpeed's pipeline of three stages loses a rank, and then goes on with half of the replicas. Batches may be short."""
-    tokens.table("src.points", appends=(300, 330), row_group_rows=40)
+    if not tokens.lakehouse.catalog.table_exists("src.points"):
+        tokens.table("src.points", appends=(300, 330), row_group_rows=40)
     jobs = [piped(tokens, run, ranks, pp) for run, ranks, pp in (("piped-one", 1, 1), ("piped", 6, 3), ("piped", 3, 3))]
     tokens.launched(jobs[0])
     wide = tokens.launch(jobs[1])
@@ -212,6 +213,30 @@ def test_pipeline_engine_resumes_exactly(tokens: Arena) -> None:
     assert tokens.journal("piped") == tokens.journal("piped-one")
     assert tokens.losses("piped") == pytest.approx(tokens.losses("piped-one"), rel=1e-4)
     assert audit_run(tokens.lakehouse, "piped").exact
+
+
+@pytest.mark.slow
+def test_megatron_resumes_exactly(tokens: Arena) -> None:
+    """Ranks that get their values from another one take part in each step. A rank dies, and then the number of replicas halves.
+
+    Megatron wraps the iterator for its replays.
+    """
+    if not tokens.lakehouse.catalog.table_exists("src.points"):
+        tokens.table("src.points", appends=(300, 330), row_group_rows=40)
+    for run, ranks in (("cored-one", 2), ("cored", 4), ("cored", 2)):
+        raw = piped(tokens, run, ranks, 1).model_dump()
+        raw["launch"] |= {"script": str(tokens.program("train_megatron.py")), "mesh": {"tp": 2}}
+        launch = tokens.launch(parse_spec(raw, origin="the test"))
+        if ranks == 4:
+            launch.wait_for("checkpoint", 1)
+            os.kill(launch.ranks()[3].pid, signal.SIGKILL)
+            launch.wait_for("checkpoint", 3)
+            launch.destroy()
+        else:
+            assert launch.wait() == 0, launch.of("error")
+    assert tokens.journal("cored") == tokens.journal("cored-one")
+    assert tokens.losses("cored") == pytest.approx(tokens.losses("cored-one"), rel=1e-5)
+    assert audit_run(tokens.lakehouse, "cored").exact
 
 
 def piped(arena: Arena, run: str, ranks: int, stages: int) -> JobSpec:

@@ -142,7 +142,7 @@ def test_abandoned_branch_keeps_its_base(arena: Arena) -> None:
     train(arena, spec, 7)
     name_checkpoint(Ledger(arena.lakehouse), "r1", "first", step=6)
     train(arena, spec, 13)
-    dlac.rewind_run(arena.lakehouse, "r1", nonce="n", step=6, exclude=["row_id = 119"], spec=spec)
+    dlac.rewind_run(arena.lakehouse, "r1", nonce="n", target=6, exclude=["row_id = 119"], spec=spec)
     train(arena, spec)
     assert bases(arena, spec) == {6: 3, 12: 9, 23: 9}
     wait_for_folders(arena, 3, 6, 9, 9, 12, 23)

@@ -51,7 +51,7 @@ def check_refused(arena: Arena, spec: JobSpec) -> None:
         lambda: arena.train(spec),
         lambda: run_status(arena.lakehouse, "r"),
         lambda: audit_run(arena.lakehouse, "r"),
-        lambda: rewind_run(arena.lakehouse, "r", nonce="n", step=10),
+        lambda: rewind_run(arena.lakehouse, "r", nonce="n", target=10),
         lambda: run_upkeep(arena.lakehouse),
     ):
         reconnect(arena)

@@ -168,7 +168,7 @@ def test_early_recovery_keeps_plan(arena: Arena) -> None:
 def test_recovery_keeps_exclusions_of_rewind(arena: Arena, spec: JobSpec) -> None:
     """A recovery after a rewind leaves the excluded rows out, in a new leg, although its launch requests no change."""
     arena.train(spec, until=8)
-    rewind_run(arena.lakehouse, "r1", nonce="n", step=5, exclude=["even = true"], spec=spec)
+    rewind_run(arena.lakehouse, "r1", nonce="n", target=5, exclude=["even = true"], spec=spec)
     point = start_attempt(Plans(arena.lakehouse), spec, ClaimRequest(replaces=2))
     assert (point.step, point.leg_is_new, point.leaves_out_more) == (5, True, True)
     assert json.loads(point.leg)["sources"][0]["exclude"] == ["even = true"]
@@ -216,7 +216,7 @@ def test_other_source_count_is_refused_early(arena: Arena, spec: JobSpec) -> Non
     with pytest.raises(errors.ResumeMismatch, match=r"expected 1 sources, as leg 0 of run 'r1' binds, found 2"):
         start_attempt(Plans(arena.lakehouse), two, ClaimRequest(nonce="n"))
     with pytest.raises(errors.ResumeMismatch, match="found 2 in the job spec"):
-        rewind_run(arena.lakehouse, "r1", nonce="n", step=5, exclude=["row_id < 3"], spec=two)
+        rewind_run(arena.lakehouse, "r1", nonce="n", target=5, exclude=["row_id < 3"], spec=two)
     plan = make_plan(arena.lakehouse, spec.source)
     with pytest.raises(errors.SpecInvalid, match=r"a plan for each of the 1 sources of run 'r1', found 2"):
         start_attempt(

@@ -197,7 +197,7 @@ def test_leg_is_checked_after_claim(arena: Arena) -> None:
     """If the manifest is back when it is restored, a rewind leaves its rows out, and another spec is refused."""
     arena.table(appends=(200,))
     spec = arena.trained("r", world_size=1, passes=1, every_steps=2, until=5)
-    rewind_run(arena.lakehouse, "r", nonce="op", step=2, exclude=["row_id >= 150"])
+    rewind_run(arena.lakehouse, "r", nonce="op", target=2, exclude=["row_id >= 150"])
     manifest = folder_of(arena.lineage("r")[-1].manifest_uri) / MANIFEST
     whole = manifest.read_bytes()
 

@@ -102,7 +102,7 @@ def test_branches_are_seen_without_the_table(arena: Arena, here: Command) -> Non
     spec = arena.spec("a", passes=1, every_steps=4, **keyed)
     first = arena.train(spec, until=13)
     abandoned = {row.step: row.checkpoint_id for row in arena.rows("a", CheckpointRow)}
-    rewind_run(arena.lakehouse, "a", nonce="n", step=8, exclude=["row_id >= 500"], spec=spec)
+    rewind_run(arena.lakehouse, "a", nonce="n", target=8, exclude=["row_id >= 500"], spec=spec)
     second = arena.train(spec.model_copy(update={"launch": spec.launch.model_copy(update={"new_leg": True})}))
     fork_run(arena.lakehouse, arena.spec("b", table="src.u", passes=1, **keyed), "a", step=8)
     table.refresh().overwrite(table.scan().to_arrow())

@@ -44,7 +44,8 @@ def rewind(
     from dlac_pipeline.extensions.branches.rewind import rewind_run
     from dlac_pipeline.lakehouse.ledger.commits import new_nonce
 
-    if (to_step is None) == (checkpoint is None):
+    target = checkpoint if to_step is None else to_step
+    if target is None or None not in (to_step, checkpoint):
         raise SpecInvalid(
             f"expected --to-step or --checkpoint, found {to_step!r} and {checkpoint!r}: name one checkpoint"
         )
@@ -57,10 +58,8 @@ def rewind(
         lakehouse,
         run,
         nonce=new_nonce(),
-        step=to_step,
-        checkpoint_id=checkpoint,
-        exclude=exclude or (),
-        source=source,
+        target=target,
+        exclude=[where if source is None else (source, where) for where in exclude or ()],
         why=why,
         spec=ui.known_spec(lakehouse, run, spec, home),
     )

@@ -31,17 +31,14 @@ def rewind_run(
     run: str,
     *,
     nonce: str,
-    step: int | None = None,
-    checkpoint_id: str | None = None,
-    exclude: Sequence[str | Exclusion] = (),
-    source: str | None = None,
+    target: int | str,
+    exclude: Sequence[str | tuple[str, str] | Exclusion] = (),
     why: str = "",
     spec: JobSpec | None = None,
 ) -> Rewound:
-    """Open a new branch of a run from the restorable checkpoint of a step or with an id. Step 0 is the run's beginning.
+    """Open a new branch of a run from the restorable checkpoint of the step, or with the id, `target`. Step 0 is the beginning.
 
-    `exclude` are filters for rows that the branch leaves out: of `source` (a label, required in a mixture), or with their own
-    source. The report counts how many of them the checkpoint has seen already, and names the newest checkpoint that has seen
+    `exclude` are filters for rows that the branch leaves out, in a mixture after the label of their source. The report counts how many of them the checkpoint has seen already, and names the newest checkpoint that has seen
     none. `nonce` is the caller's name for this rewind: a repeated call changes nothing. `spec` is the run's job spec and names
     the current places.
 
@@ -62,17 +59,17 @@ def rewind_run(
     landed = [row for row in rows if isinstance(row, RewindRow) and row.nonce == nonce]
     if landed:
         return _report_again(ledger, rows, landed[0], spec)
-    target = _target(run, rows, step, checkpoint_id)
-    target_id = None if target is None else target.checkpoint_id
+    found = _target(run, rows, target)
+    target_id = None if found is None else found.checkpoint_id
     leg = _leg_of(run, rows, target_id)
     if spec is not None:
         check_sources(spec, leg)
-    wanted = _exclusions(leg, exclude, source)
-    check_branch(Plans(lakehouse), leg, wanted, spec, begins=target is None)
+    wanted = _exclusions(leg, exclude)
+    check_branch(Plans(lakehouse), leg, wanted, spec, begins=found is None)
     # at the beginning the next launch needs these pins, and no checkpoint names them
-    facts = {"host": socket.gethostname(), **(planned(leg) if target is None else {})}
-    if target is not None:
-        check_files(target, files)
+    facts = {"host": socket.gethostname(), **(planned(leg) if found is None else {})}
+    if found is not None:
+        check_files(found, files)
     done = commit_rewind(ledger, run, nonce=nonce, checkpoint_id=target_id, exclude=wanted, why=why, facts=facts)
     report_command(spec, {"event": WENT_BACK, "attempts": [done.attempt]})
     return replace(done, **seen_before(lakehouse, run, rows, done.checkpoint_id, wanted, (leg, spec)))
@@ -96,9 +93,9 @@ def _report_again(ledger: Ledger, rows: list[LedgerRow], landed: RewindRow, spec
     return replace(done, **seen_before(ledger.lakehouse, run, rows, done.checkpoint_id, wanted, (leg, spec)))
 
 
-def _target(run: str, rows: list[LedgerRow], step: int | None, checkpoint_id: str | None) -> CheckpointRow | None:
+def _target(run: str, rows: list[LedgerRow], target: int | str) -> CheckpointRow | None:
     """Return the row of the checkpoint to go back to, or None for the beginning of a run that began without one."""
-    if step == 0 and checkpoint_id is None:
+    if target == 0:
         first = first_checkpoint(rows)
         if first is None:
             raise SpecInvalid(
@@ -106,8 +103,10 @@ def _target(run: str, rows: list[LedgerRow], step: int | None, checkpoint_id: st
             )
         if first.step > 0:
             return None
-        checkpoint_id = first.checkpoint_id  # an adopted or forked run cannot begin without that state
-    return restorable(run, rows, step, checkpoint_id=checkpoint_id)
+        target = first.checkpoint_id  # an adopted or forked run cannot begin without that state
+    if isinstance(target, int):
+        return restorable(run, rows, target)
+    return restorable(run, rows, None, checkpoint_id=target)
 
 
 def _leg_of(run: str, rows: list[LedgerRow], checkpoint_id: str | None) -> Leg:
@@ -118,15 +117,17 @@ def _leg_of(run: str, rows: list[LedgerRow], checkpoint_id: str | None) -> Leg:
     return found
 
 
-def _exclusions(leg: Leg, exclude: Sequence[str | Exclusion], source: str | None) -> tuple[Exclusion, ...]:
+def _exclusions(leg: Leg, exclude: Sequence[str | tuple[str, str] | Exclusion]) -> tuple[Exclusion, ...]:
+    return tuple(each if isinstance(each, Exclusion) else _exclusion(leg, each) for each in exclude)
+
+
+def _exclusion(leg: Leg, given: str | tuple[str, str]) -> Exclusion:
     labels = [each.name for each in leg.sources]
-    given, filters = [x for x in exclude if isinstance(x, Exclusion)], [x for x in exclude if isinstance(x, str)]
-    if not filters:
-        return tuple(given)
+    source, where = given if isinstance(given, tuple) else (None, given)
     if source is None and len(labels) > 1:
         raise SpecInvalid(
             f"expected the source whose rows are to be excluded, found none named: --source one of {labels!r}"
         )
     if source is not None and source not in labels:
         raise SpecInvalid(f"expected one of the sources {labels!r}, found {source!r}")
-    return tuple(Exclusion(source=labels.index(source) if source else 0, where=where) for where in filters)
+    return Exclusion(source=labels.index(source) if source else 0, where=where)

@@ -46,8 +46,7 @@ def _rewind(lakehouse: Lakehouse, plan: ForgetPlan, run: dict[str, Any], spec_of
             lakehouse,
             name,
             nonce=blake3(json.dumps(facts).encode()).hexdigest(length=8),
-            step=0 if clean is None else None,
-            checkpoint_id=clean,
+            target=clean or 0,
             # a rewind drops exclusions that were made after its target, among them those of earlier requests
             exclude=list(dict.fromkeys([*exclusions_in_force(rows), *wanted])),
             why=f"{FORGET_REASON}{plan['id']}",

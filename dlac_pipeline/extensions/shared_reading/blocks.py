@@ -49,7 +49,7 @@ def _place(layout: Layout, memory: Bytes) -> Iterator[torch.Tensor]:
 
 
 @dataclass(eq=False, slots=True)
-class Block:
+class MemoryBlock:
     """A block, as the process that writes it has it."""
 
     number: int
@@ -73,9 +73,9 @@ class Blocks:
 
     def __init__(self, others: int) -> None:
         self._others = others
-        self._blocks: list[Block] = []
+        self._blocks: list[MemoryBlock] = []
 
-    def write(self, tensors: Sequence[torch.Tensor]) -> tuple[Block, bool, Layout]:
+    def write(self, tensors: Sequence[torch.Tensor]) -> tuple[MemoryBlock, bool, Layout]:
         """Copy tensors into a block that is free. Return it, whether it is new under its number, and the layout.
 
         Raise `SpecInvalid` if the node has no memory for it.
@@ -102,7 +102,7 @@ class Blocks:
             os.close(block.file)
         self._blocks.clear()
 
-    def _make(self, number: int, size: int) -> Block:
+    def _make(self, number: int, size: int) -> MemoryBlock:
         file = os.memfd_create("dlac-batches")
         try:
             os.posix_fallocate(file, 0, _PAGE + size)  # else a full memory ends the process at its first write
@@ -113,7 +113,7 @@ class Blocks:
                 'read.shares = "each"'
             ) from err
         shared = np.frombuffer(mmap.mmap(file, _PAGE + size), dtype=np.uint8)
-        return Block(number, size, file, shared[_PAGE:], shared[: self._others * 8].view(np.int64))
+        return MemoryBlock(number, size, file, shared[_PAGE:], shared[: self._others * 8].view(np.int64))
 
 
 class MappedBlock:

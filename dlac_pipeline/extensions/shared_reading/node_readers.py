@@ -19,8 +19,7 @@ from dlac_pipeline.extensions.shared_reading.blocks import (
 )
 from dlac_pipeline.lakehouse.errors import SpecInvalid, TrainingFailed
 from dlac_pipeline.read.batch import Batch
-from dlac_pipeline.train.rank_reader import SharePlace
-from dlac_pipeline.train.replaying_reader import Reader
+from dlac_pipeline.train.rank_reader import Reader, SharePlace
 
 _AHEAD = 2
 """Batches that the first rank may be ahead of another one."""

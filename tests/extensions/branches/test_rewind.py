@@ -45,9 +45,9 @@ def test_branch_without_rows_ends(arena: Arena) -> None:
     arena.table(appends=(200,))
     spec = arena.trained("r", world_size=1, passes=1, every_steps=2)
     with pytest.raises(errors.EmptyPlan, match=r"'row_id >= 0'\] leaves none"):
-        rewind_run(arena.lakehouse, "r", nonce="op0", step=4, exclude=["row_id >= 0"])
+        rewind_run(arena.lakehouse, "r", nonce="op0", target=4, exclude=["row_id >= 0"])
     seen = rows_until(arena.recorded("r"), 4)
-    rewind_run(arena.lakehouse, "r", nonce="op1", step=4, exclude=[f"row_id not in ({str(seen)[1:-1]})"])
+    rewind_run(arena.lakehouse, "r", nonce="op1", target=4, exclude=[f"row_id not in ({str(seen)[1:-1]})"])
     assert arena.train(spec) == {}
     target, last = arena.lineage("r")[-2:]
     assert (target.step, last.step, last.parent) == (4, 4, target.checkpoint_id)
@@ -56,7 +56,7 @@ def test_branch_without_rows_ends(arena: Arena) -> None:
     assert (report.exact, report.problems, report.finished, report.step) == (True, (), True, 4)
     assert (report.rows_missing, report.rows_pending, report.rows_consumed) == (0, 0, 128)
     assert audit_run(arena.lakehouse, "r", "4") == report
-    rewind_run(arena.lakehouse, "r", nonce="op2", checkpoint_id=target.checkpoint_id)
+    rewind_run(arena.lakehouse, "r", nonce="op2", target=target.checkpoint_id)
     arena.train(spec)
     report = audit_run(arena.lakehouse, "r")
     assert (report.exact, report.finished, report.rows_consumed) == (True, True, 200)
@@ -69,7 +69,7 @@ def test_branch_with_exclusions_is_exact(arena: Arena) -> None:
     old = arena.train(spec)
     left = arena.head("r")
     before = {row.checkpoint_id for row in arena.rows("r", CheckpointRow)}
-    done = rewind_run(arena.lakehouse, "r", nonce="op1", step=30, exclude=["row_id >= 1000"], why="a loss spike")
+    done = rewind_run(arena.lakehouse, "r", nonce="op1", target=30, exclude=["row_id >= 1000"], why="a loss spike")
     assert (done.step, done.left, done.left_step, done.attempt) == (30, left, 63, 2)
     status = run_status(arena.lakehouse, "r")
     assert (status["state"], status["step"], status["excluded_by_rewinds"]) == ("open", 30, ["row_id >= 1000"])
@@ -113,25 +113,27 @@ def test_useless_rewind_is_refused(arena: Arena) -> None:
             rewind_run(arena.lakehouse, "r", nonce="op", **wish)  # type: ignore[arg-type]  # of any of its arguments
         assert arena.rows("r") == before
 
-    refused(errors.SpecInvalid, "nothing to rewind", step=40)
-    refused(errors.NoSuchCheckpoint, r"at step 10 that is kept, found those of steps \[20, 30, 40\]", step=10)
+    refused(errors.SpecInvalid, "nothing to rewind", target=40)
+    refused(errors.NoSuchCheckpoint, r"at step 10 that is kept, found those of steps \[20, 30, 40\]", target=10)
     columns = r"makes no sense .*columns of 'src.t' are \['row_id', 'x', 'even', 'name'\]"
-    refused(errors.SpecInvalid, columns, step=20, exclude=["row_id !"])
-    refused(errors.SpecInvalid, "expected rows to exclude", step=20, exclude=[" "])
-    refused(errors.NoSuchColumn, r"one of the columns \['row_id', 'x', 'even', 'name'\]", step=20, exclude=["day > 3"])
+    refused(errors.SpecInvalid, columns, target=20, exclude=["row_id !"])
+    refused(errors.SpecInvalid, "expected rows to exclude", target=20, exclude=[" "])
+    refused(
+        errors.NoSuchColumn, r"one of the columns \['row_id', 'x', 'even', 'name'\]", target=20, exclude=["day > 3"]
+    )
     sources = r"one of the sources \['src.t'\], found 'src.u'"
-    refused(errors.SpecInvalid, sources, step=20, exclude=["even = true"], source="src.u")
+    refused(errors.SpecInvalid, sources, target=20, exclude=[("src.u", "even = true")])
     target = next(row for row in arena.rows("r", CheckpointRow) if row.step == 20)
     file = folder_of(target.manifest_uri) / "torch-state.pt"
     content = file.read_bytes()
     file.write_bytes(content[:-1])
-    refused(errors.CheckpointDamaged, "expected .* bytes in", step=20)
+    refused(errors.CheckpointDamaged, "expected .* bytes in", target=20)
     file.write_bytes(content)
     with pytest.raises(errors.NoSuchRun, match="expected a run named 'missing'"):
-        rewind_run(arena.lakehouse, "missing", nonce="op", step=20)
-    rewind_run(arena.lakehouse, "r", nonce="op1", step=40, exclude=["even = true"])  # the head, but with less to read
+        rewind_run(arena.lakehouse, "missing", nonce="op", target=20)
+    rewind_run(arena.lakehouse, "r", nonce="op1", target=40, exclude=["even = true"])  # the head, but with less to read
     before = arena.rows("r")
-    refused(errors.SpecInvalid, "nothing to rewind", step=40, exclude=["even = true"])
+    refused(errors.SpecInvalid, "nothing to rewind", target=40, exclude=["even = true"])
 
 
 def test_rewind_is_one_fencing_append(arena: Arena) -> None:
@@ -139,7 +141,7 @@ def test_rewind_is_one_fencing_append(arena: Arena) -> None:
     arena.table()
     spec = arena.trained("r", world_size=1, passes=1, until=35)
     old = Ledger(arena.lakehouse).state("r").fence
-    done = [rewind_run(arena.lakehouse, "r", nonce="op", step=20) for _ in range(2)]
+    done = [rewind_run(arena.lakehouse, "r", nonce="op", target=20) for _ in range(2)]
     assert done[0] == done[1]
     rows = arena.rows("r")
     appended = [row for row in rows if row.seq > old.seq]
@@ -179,7 +181,7 @@ def test_rows_seen_in_part_are_counted(arena: Arena) -> None:
             if batch.step <= 6:
                 seen |= set(batch["tokens"][batch["document"] > 0].tolist())
             run.step_done(0.0)
-    done = rewind_run(arena.lakehouse, "r", nonce="op", step=6, exclude=["row_id < 399"])
+    done = rewind_run(arena.lakehouse, "r", nonce="op", target=6, exclude=["row_id < 399"])
     assert done.excluded_rows_seen == len(seen - {399})
     assert done.clean_step == 0
 
@@ -189,7 +191,7 @@ def test_spec_beyond_rewind_is_refused(arena: Arena) -> None:
     """What rewinds exclude needs no new leg; anything else is still refused by name."""
     arena.table()
     arena.train(arena.spec("r", world_size=1, passes=1), until=25)
-    rewind_run(arena.lakehouse, "r", nonce="op", step=10, exclude=["even = true"])
+    rewind_run(arena.lakehouse, "r", nonce="op", target=10, exclude=["even = true"])
     with pytest.raises(
         errors.ResumeMismatch, match=r"exclude: committed .'even = true',., asked for .'row_id = 3', 'even = true'."
     ):
@@ -210,12 +212,12 @@ def test_mixture_excludes_named_source_rows(arena: Arena) -> None:
     spec = JobSpec.model_validate({**raw, "mixture": [more]})
     arena.train(spec, until=8)
     for error, said, wish in (
-        (errors.SpecInvalid, r"--source one of \['src.t', 'src.u'\]", {}),
-        (errors.EmptyPlan, "read again and again", {"source": "src.u"}),
+        (errors.SpecInvalid, r"--source one of \['src.t', 'src.u'\]", "row_id >= 0"),
+        (errors.EmptyPlan, "read again and again", ("src.u", "row_id >= 0")),
     ):
         with pytest.raises(error, match=said):
-            rewind_run(arena.lakehouse, "r", nonce="op", step=3, exclude=["row_id >= 0"], **wish)  # type: ignore[arg-type]  # a name
-    done = rewind_run(arena.lakehouse, "r", nonce="op", step=3, exclude=["even = true"], source="src.u")
+            rewind_run(arena.lakehouse, "r", nonce="op", target=3, exclude=[wish])
+    done = rewind_run(arena.lakehouse, "r", nonce="op", target=3, exclude=[("src.u", "even = true")])
     with open_audit(arena.lakehouse, run="r") as connection:
         question = "SELECT count(*) FROM consumed_rows WHERE source = 1 AND row % 2 = 0"
         assert connection.execute(question).fetchall() == [(done.excluded_rows_seen,)]
@@ -259,7 +261,7 @@ def test_abandoned_checkpoints_stay_until_retired(arena: Arena, here: Command) -
     assert (shown.returncode, json.loads(shown.stdout)["exact"]) == (0, True)
     assert audit_run(arena.lakehouse, "r").exact
     with pytest.raises(errors.NoSuchCheckpoint, match="that is kept"):
-        rewind_run(arena.lakehouse, "r", nonce="op", checkpoint_id=left)
+        rewind_run(arena.lakehouse, "r", nonce="op", target=left or "")
     assert [row.kind for row in arena.rows("r", *HEAD_KINDS) if isinstance(row, RewindRow)] == ["rewind"]
 
 
@@ -269,7 +271,7 @@ def test_damaged_lineage_names_other_branches(arena: Arena) -> None:
     arena.table()
     spec = arena.trained("r", world_size=1, passes=1, until=35)
     left = str(arena.head("r"))
-    rewind_run(arena.lakehouse, "r", nonce="op1", step=10, exclude=["row_id >= 1900"])
+    rewind_run(arena.lakehouse, "r", nonce="op1", target=10, exclude=["row_id >= 1900"])
     arena.train(spec, until=25)
     for row in arena.lineage("r"):
         path = folder_of(row.manifest_uri) / "torch-state.pt"
@@ -279,7 +281,7 @@ def test_damaged_lineage_names_other_branches(arena: Arena) -> None:
             errors.NoRestorableCheckpoint, match=rf"{left} \(step 30\).*`dlac rewind r --checkpoint ID`"
         ):
             arena.train(spec)
-    rewind_run(arena.lakehouse, "r", nonce="op2", checkpoint_id=left)
+    rewind_run(arena.lakehouse, "r", nonce="op2", target=left or "")
     assert exclusions_in_force(arena.rows("r")) == ()
     assert min(arena.train(spec)) == 31
     assert audit_run(arena.lakehouse, "r").exact
@@ -293,13 +295,13 @@ def test_rewind_to_step_zero(arena: Arena) -> None:
     old = arena.train(spec)
     left = arena.head("r")
     table.append(source_rows(800, 100))
-    done = rewind_run(arena.lakehouse, "r", nonce="op1", step=0, why="from scratch")
+    done = rewind_run(arena.lakehouse, "r", nonce="op1", target=0, why="from scratch")
     assert (done.checkpoint_id, done.step, done.left) == (None, 0, left)
-    assert rewind_run(arena.lakehouse, "r", nonce="op1", step=0) == done
+    assert rewind_run(arena.lakehouse, "r", nonce="op1", target=0) == done
     assert run_status(arena.lakehouse, "r")["step"] == 0
     assert audit_run(arena.lakehouse, "r").exact
     with pytest.raises(errors.SpecInvalid, match="its beginning"):
-        rewind_run(arena.lakehouse, "r", nonce="op2", step=0)
+        rewind_run(arena.lakehouse, "r", nonce="op2", target=0)
     arena.train(spec, until=15)  # twice: the second attempt resumes the branch
     new = arena.train(spec)
     assert recorded(arena, "r") == recorded(arena, "r", left) == list(range(800))
@@ -309,7 +311,7 @@ def test_rewind_to_step_zero(arena: Arena) -> None:
         assert (report.exact, report.finished) == (True, True)
     states = {each.state for each in list_checkpoints(arena.lakehouse, "r") if each.checkpoint_id in {left}}
     assert states == {"left"}
-    rewind_run(arena.lakehouse, "r", nonce="op3", checkpoint_id=left)
+    rewind_run(arena.lakehouse, "r", nonce="op3", target=left or "")
     assert arena.head("r") == left
 
 
@@ -327,7 +329,7 @@ def test_damaged_run_begins_again(arena: Arena, here: Command) -> None:
     shown = here("rewind", "r", "--to-step", "0", home=arena.home)
     assert "r begins again (step 0). It had no checkpoint that can be restored" in shown.stdout, shown.stderr
     with pytest.raises(errors.SpecInvalid, match="its beginning"):
-        rewind_run(arena.lakehouse, "r", nonce="op2", step=0)
+        rewind_run(arena.lakehouse, "r", nonce="op2", target=0)
     assert min(arena.train(spec)) == 1
     assert recorded(arena, "r") == list(range(200))
     assert audit_run(arena.lakehouse, "r").exact
@@ -338,13 +340,13 @@ def test_rewind_to_step_zero_refused(arena: Arena) -> None:
     arena.table(appends=(200,))
     spec = arena.trained("r", world_size=1, passes=1, every_steps=2, keep_last=1, until=1)
     with pytest.raises(errors.SpecInvalid, match="at its beginning"):
-        rewind_run(arena.lakehouse, "r", nonce="op0", step=0)
+        rewind_run(arena.lakehouse, "r", nonce="op0", target=0)
     arena.train(spec, until=6)
     left = arena.head("r") or ""
     with pytest.raises(errors.EmptyPlan, match="leaves none: exclude fewer rows"):
-        rewind_run(arena.lakehouse, "r", nonce="op1", step=0, exclude=["row_id >= 0"])
+        rewind_run(arena.lakehouse, "r", nonce="op1", target=0, exclude=["row_id >= 0"])
     attempt = arena.rows("r", ClaimRow)[-1]
-    rewind_run(arena.lakehouse, "r", nonce="op2", step=0, exclude=["row_id < 20"])
+    rewind_run(arena.lakehouse, "r", nonce="op2", target=0, exclude=["row_id < 20"])
     stale = Attempt(run="r", number=attempt.attempt, nonce=attempt.nonce)
     with pytest.raises(errors.Fenced):
         commit_checkpoint(Ledger(arena.lakehouse), stale, checkpoint_id="x", parent=left, rows=[])
@@ -370,7 +372,7 @@ def test_exclusion_follows_renamed_column(arena: Arena) -> None:
     table = arena.table(appends=(128,))
     spec = following(arena)
     arena.train(spec, until=4)
-    rewind_run(arena.lakehouse, "r", nonce="op1", step=2, exclude=["even = true"])
+    rewind_run(arena.lakehouse, "r", nonce="op1", target=2, exclude=["even = true"])
     with table.update_schema() as update:
         update.rename_column("even", "is_even")
     new = source_rows(128, 128)
@@ -378,7 +380,7 @@ def test_exclusion_follows_renamed_column(arena: Arena) -> None:
     seen = rows_of_steps(arena.train(spec))
     assert {row % 2 for row in seen} == {1}
     assert len([row for row in seen if row >= 128]) >= 32
-    rewind_run(arena.lakehouse, "r", nonce="op2", step=2, exclude=["even = true", "is_even = false and row_id < 200"])
+    rewind_run(arena.lakehouse, "r", nonce="op2", target=2, exclude=["even = true", "is_even = false and row_id < 200"])
     seen = rows_of_steps(arena.train(spec))
     assert all(row % 2 and row >= 200 for row in seen)
     report = audit_run(arena.lakehouse, "r")
@@ -395,11 +397,11 @@ def test_rewind_past_unknown_rows_is_refused(arena: Arena) -> None:
     rewrite(arena, but_first=10)
     before = arena.rows("r")
     with pytest.raises(errors.AppendHistoryLost):
-        rewind_run(arena.lakehouse, "r", nonce="op", step=2, spec=spec)
+        rewind_run(arena.lakehouse, "r", nonce="op", target=2, spec=spec)
     assert arena.rows("r") == before
     with pytest.raises(errors.AppendHistoryLost):
         arena.train(spec)
     assert arena.rows("r") == before
     lenient = spec.model_copy(update={"source": spec.source.model_copy(update={"on_overwrite": "read"})})
-    assert rewind_run(arena.lakehouse, "r", nonce="op", step=2, spec=lenient).step == 2
+    assert rewind_run(arena.lakehouse, "r", nonce="op", target=2, spec=lenient).step == 2
     arena.train(lenient)

@@ -26,7 +26,7 @@ def test_kill_after_rewind(campaign: Arena, moment: str) -> None:
     ranks = freeze(zombie)
     left, old_losses = campaign.head(run), campaign.losses(run)
     assert left is not None
-    done = rewind_run(campaign.lakehouse, run, nonce="op", step=10, exclude=["row_id >= 1000"])
+    done = rewind_run(campaign.lakehouse, run, nonce="op", target=10, exclude=["row_id >= 1000"])
     assert done.left == left
 
     early = campaign.launch(spec, takeover=True)

@@ -146,7 +146,7 @@ def test_state_in_memory_refuses_certificate(arena: Arena, rewound: bool) -> Non
     (staged / "rank.pt").write_bytes(b"weights")
     erasure = Erasure(arena, [f"row_id = {row}"], small(arena, "r"))
     if rewound:
-        rewind_run(arena.lakehouse, "r", nonce="op", step=0, exclude=erasure.filters)
+        rewind_run(arena.lakehouse, "r", nonce="op", target=0, exclude=erasure.filters)
         with pytest.raises(SpecInvalid, match=r"expected no weights in .*memory.*") as refused:
             erasure.certify()
         assert str(staged) in str(refused.value)
@@ -212,7 +212,7 @@ def test_false_certificates_are_found(arena: Arena, tmp_path: Path) -> None:
     with pytest.raises(SpecInvalid, match="expected an Ed25519 key"):
         is_signed(document, arena.home / "key.pem")
     assert (arena.home / "key.pem").stat().st_mode & 0o777 == 0o600
-    rewind_run(arena.lakehouse, "r", nonce="op", step=4)
+    rewind_run(arena.lakehouse, "r", nonce="op", target=4)
     [pending] = erasure.differences(document)
     assert pending == "run r: expected the rows to be excluded, found that the next steps would read them"
     arena.train(spec)

@@ -244,7 +244,7 @@ def test_tags_exports_and_branches_are_cleared(arena: Arena) -> None:
     name_checkpoint(ledger, "r", "early", step=2)
     exported = next(row.checkpoint_id for row in arena.lineage("r") if row.step == 8)
     record_exports(ledger, "r", [ExportRow(checkpoint_id=exported, digest="d1", bytes=1, file="w.safetensors")])
-    rewind_run(arena.lakehouse, "r", nonce="op", step=2, exclude=["row_id = 7"])
+    rewind_run(arena.lakehouse, "r", nonce="op", target=2, exclude=["row_id = 7"])
     arena.train(spec, until=5)
     row = steps[7][0]
     erasure = Erasure(arena, [f"row_id = {row}"], spec)

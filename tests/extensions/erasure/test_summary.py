@@ -51,7 +51,7 @@ def test_later_exclusion_is_dated(arena: Arena, here: Command) -> None:
     """Rows that a rewind excludes were trained on before. The text names the step from which they were not."""
     arena.table(appends=(300,))
     spec = arena.trained("r", world_size=1, passes=2, every_steps=5, until=8)
-    rewind_run(arena.lakehouse, "r", nonce="n", step=5, exclude=["row_id < 30 or name = 'a|b'"])
+    rewind_run(arena.lakehouse, "r", nonce="n", target=5, exclude=["row_id < 30 or name = 'a|b'"])
     arena.train(spec)
     arena.monkeypatch.delenv("DLAC_HOME")
     text = here("summary", "r", home=arena.home).stdout
