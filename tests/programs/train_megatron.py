@@ -86,7 +86,7 @@ def main() -> None:
                 total += loss.detach()
             for grad in (each.grad for each in model.parameters() if each.grad is not None):
                 dist.all_reduce(grad, group=data)
-                grad /= run.coordinate.count
+                grad.div_(run.coordinate.count)
             optimizer.step()
             train_tiny.write_entry(run, batch, total)
             own.step_done(total)

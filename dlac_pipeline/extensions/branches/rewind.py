@@ -38,9 +38,9 @@ def rewind_run(
 ) -> Rewound:
     """Open a new branch of a run from the restorable checkpoint of the step, or with the id, `target`. Step 0 is the beginning.
 
-    `exclude` are filters for rows that the branch leaves out, in a mixture after the label of their source. The report counts how many of them the checkpoint has seen already, and names the newest checkpoint that has seen
-    none. `nonce` is the caller's name for this rewind: a repeated call changes nothing. `spec` is the run's job spec and names
-    the current places.
+    `exclude` are filters for rows that the branch leaves out, in a mixture after the label of their source. The report counts how
+    many of them the checkpoint has seen already, and names the newest checkpoint that has seen none. `nonce` is the caller's name
+    for this rewind: a repeated call changes nothing. `spec` is the run's job spec and names the current places.
 
     Raises:
         NoSuchRun: the run does not exist.
