@@ -3,8 +3,11 @@
 Batches go over a Unix socket: what describes a batch, and the block of shared memory that has its tensors.
 """
 
+import os
+import socket
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection, Listener
@@ -64,7 +67,7 @@ def _address(place: SharePlace) -> str:
 
 
 class GivingReader:
-    """The reader of the share. It gives each batch to the other ranks, before it returns it."""
+    """The reader of the share. A thread gives each batch to the other ranks, one batch ahead of this one."""
 
     def __init__(self, place: SharePlace, reader: Reader) -> None:
         self.groups = reader.groups
@@ -72,25 +75,38 @@ class GivingReader:
         self._listener = Listener(_address(place), "AF_UNIX", backlog=len(place.ranks), authkey=place.name.encode())
         self._connections: list[Connection] = []
         self._blocks = Blocks(others=len(place.ranks) - 1)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="dlac-give")
 
     def __iter__(self) -> Iterator[Batch]:
         with _speaking(self._place):
             self._meet()
-        for number, batch in enumerate(self._reader):
-            with _speaking(self._place):
-                self._give(number, batch)
+        batches = enumerate(self._reader)
+        upcoming = self._thread.submit(self._give_next, batches)
+        while (batch := upcoming.result()) is not None:
+            upcoming = self._thread.submit(self._give_next, batches)
             yield batch
-        with _speaking(self._place):
-            for connection in self._connections:
-                connection.send(None)
 
     def close(self) -> None:
         """End the background threads, and leave the other ranks."""
+        for connection in self._connections:  # the thread may wait for one
+            with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as other:
+                other.shutdown(socket.SHUT_RDWR)
+        self._thread.shutdown()
         self._reader.close()
         for connection in self._connections:
             connection.close()
         self._listener.close()
         self._blocks.close()
+
+    def _give_next(self, batches: Iterator[tuple[int, Batch]]) -> Batch | None:
+        number, batch = next(batches, (0, None))
+        with _speaking(self._place):
+            if batch is not None:
+                self._give(number, batch)
+            else:
+                for connection in self._connections:
+                    connection.send(None)
+        return batch
 
     def _meet(self) -> None:
         while len(self._connections) < len(self._place.ranks) - 1:
