@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -121,6 +121,8 @@ class BatchReader:
         self._lengths: dict[str, int] = {}
         self._together: Iterator[Batch] = iter(())
         """Batches that were gathered together, and are not given yet."""
+        self._streamed = with_sums(order, self._ahead)
+        """The batches of a streamed leg. It reads one ahead, so a script that leaves a loop goes on with it in the next one."""
         self._buffers = buffers
         self._opened = opened
         self._readers = readers
@@ -152,7 +154,7 @@ class BatchReader:
         """The slots of each key group in the reader's batch."""
 
     def __iter__(self) -> Iterator[Batch]:
-        return self._counted() if self._order.counted else with_sums(self._order, self._ahead)
+        return self._counted() if self._order.counted else until_none(partial(next, self._streamed, None))
 
     def every(self, count: int, first: int = 0) -> Iterator[Batch]:
         """Yield the `first`-th (from 0) of the remaining batches, and every `count`-th from then on, and skip the rest.
@@ -324,6 +326,11 @@ class BatchReader:
             self._lengths[name] = length or 0
             kind = ColumnKind(name=name, items=column.values.dtype, listed=listed, length=length)
             self._kinds.setdefault(name, replace(kind, inner=column.values.shape[2:]))
+
+
+def until_none(take: Callable[[], Batch | None]) -> Iterator[Batch]:
+    """Yield what a function returns until it returns None. Unlike a generator it has no `close`, so the next loop goes on."""
+    return cast("Iterator[Batch]", iter(take, None))
 
 
 def with_sums(order: LegOrder, ahead: Callable[[], tuple[Batch, Sums] | None]) -> Iterator[Batch]:

@@ -1,6 +1,7 @@
 """Reader of a rank that needs no values: a stage in the middle of a pipeline. It decodes nothing."""
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import count
 
 import numpy as np
@@ -8,7 +9,7 @@ import torch
 
 from dlac_pipeline.plan.order import LegOrder
 from dlac_pipeline.read.batch import Batch
-from dlac_pipeline.read.reader import Exchange, Sums, alone, with_sums
+from dlac_pipeline.read.reader import Exchange, Sums, alone, until_none, with_sums
 
 
 class StageReader:
@@ -22,11 +23,12 @@ class StageReader:
         self._order, self._readers, self._exchange = order, readers, exchange
         last = order.total_steps
         self._steps = iter(count(step + 1) if last is None else range(step + 1, last + 1))
+        self._batches = self._counted() if order.counted else with_sums(order, self._ahead)
 
     def __iter__(self) -> Iterator[Batch]:
-        if not self._order.counted:
-            yield from with_sums(self._order, self._ahead)
-            return
+        return until_none(partial(next, self._batches, None))
+
+    def _counted(self) -> Iterator[Batch]:
         for step in self._steps:
             yield self._batch(step, self._order.valid_rows(step))
 

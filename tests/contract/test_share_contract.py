@@ -5,6 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,20 @@ def test_ranks_of_a_share_get_its_batches(opened: OpenLeg, readers: Make) -> Non
         reader.close()
     assert [reader.groups for reader in made] == [groups] * len(RANKS)
     assert found == [expected] * len(RANKS)
+
+
+def test_left_loop_goes_on_in_the_next(opened: OpenLeg, readers: Make) -> None:
+    """A script that leaves its loop after a step finds the next batch in another loop."""
+
+    def in_two_loops(reader: Reader) -> list[int]:
+        return [batch.step for batch in (*islice(reader, 3), *reader)]
+
+    made = readers(opened)
+    with ThreadPoolExecutor(len(RANKS)) as threads:
+        found = [*threads.map(in_two_loops, made)]
+    for reader in made:
+        reader.close()
+    assert found == [[*range(1, (opened.order.total_steps or 0) + 1)]] * len(RANKS)
 
 
 def facts_of(batch: Any) -> dict[str, Any]:

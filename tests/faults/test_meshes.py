@@ -3,19 +3,25 @@
 import os
 import random
 import signal
+import subprocess
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pyarrow as pa
 import pytest
+import yaml
 
 from dlac_pipeline import TorchState
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.extensions.replay.step_rows import StepRows
 from dlac_pipeline.lakehouse.errors import ScriptInvalid
+from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
 from dlac_pipeline.spec.job_spec import JobSpec, SequenceSpec, parse_spec
-from tests.conftest import Arena
+from tests.conftest import Arena, wait_until
 from tests.ports import own_port
 
 ROWS, LENGTH = 1600, 17
@@ -102,6 +108,28 @@ def test_dropout_resumes_to_the_last_bit(tokens: Arena, mesh: dict[str, int]) ->
             launch = tokens.launch(job)
         assert launch.wait() == 0, launch.stderr
     assert tokens.losses(f"dropped-{'-'.join(mesh)}") == tokens.losses(f"calm-{'-'.join(mesh)}")
+
+
+@pytest.mark.slow
+def test_script_under_torchrun_has_own_mesh(one_rank: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mesh that a script passes decides who reads the same share, also after torchrun has started the ranks again."""
+    job = spec(one_rank, "own-mesh", 4, {})
+    file = one_rank.home / "own-mesh.yaml"
+    file.write_text(yaml.safe_dump(job.model_dump(mode="json")))
+    monkeypatch.setenv("JOB_SPEC", str(file))
+    monkeypatch.setenv("DLAC_HOME", str(one_rank.home))
+    torchrun = Path(sys.executable).with_name("torchrun")
+    options = ["--standalone", "--nproc-per-node=4", "--max-restarts=2", "--monitor-interval=0.2"]
+    with subprocess.Popen([str(torchrun), *options, str(one_rank.program("train_mesh.py")), "--own-mesh"]) as launcher:
+        wait_until(lambda: len(one_rank.rows("own-mesh", CheckpointRow)) > 1, what="a checkpoint", pause_s=0.5)
+        ranks = [
+            each for each in psutil.Process(launcher.pid).children() if "train_mesh.py" in " ".join(each.cmdline())
+        ]
+        ranks[1].kill()
+        assert launcher.wait(timeout=200) == 0
+    assert {(row.readers, row.world_size) for row in one_rank.lineage("own-mesh")} == {(2, 4)}
+    assert one_rank.journal("own-mesh") == one_rank.journal("one-rank")
+    assert one_rank.losses("own-mesh") == pytest.approx(one_rank.losses("one-rank"), rel=1e-5)
 
 
 def packed(job: JobSpec) -> JobSpec:

@@ -5,6 +5,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from dlac_pipeline import TorchState
 from dlac_pipeline.lakehouse.errors import DataFileUnreadable
 from dlac_pipeline.plan.legs.choice import first_leg
 from dlac_pipeline.plan.plan import Plan, Plans
@@ -143,3 +144,18 @@ def test_file_with_other_rows_is_named(arena: Arena) -> None:
     pq.write_table(pq.read_table(path), path, row_group_size=40)
     with pytest.raises(DataFileUnreadable, match="expected 50 rows in row group"):
         arena.train(spec)
+
+
+def test_left_loop_of_transformed_rows_goes_on(arena: Arena) -> None:
+    """A script that leaves its loop after each step trains on every row once, also where a batch is read ahead."""
+    (arena.home / "same.py").write_text("def same(batch):\n    return batch\n")
+    arena.table(appends=(100,))
+    seen: list[int] = []
+    with arena.training_run(arena.spec("r", world_size=1, passes=1, transform=f"{arena.home / 'same.py'}:same")) as run:
+        run.restore(TorchState(model=torch.nn.Linear(4, 1)))
+        while len(seen) < 100:
+            for batch in run.batches():
+                seen += batch["row_id"][batch.valid].tolist()
+                run.step_done(batch.mean(batch["x"].sum(-1)))
+                break
+    assert sorted(seen) == list(range(100))

@@ -1,14 +1,19 @@
 """The GPT of examples/mesh, with a journal of the rows of each finished step.
 
-With `--dropout` each block drops features, and is computed again in the backward pass.
+With `--dropout` each block drops features, and is computed again in the backward pass. With `--own-mesh` the script has a mesh of
+its own, under torchrun.
 """
 
+import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import train_tiny  # type: ignore[import-not-found]  # the rank puts this folder on the path
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import dlac_pipeline as dlac
@@ -42,6 +47,11 @@ def main() -> None:
     setattr(dlac.TrainingRun, "record_step", recorded)  # noqa: B010 - the example has no journal
     if "--dropout" in sys.argv:
         setattr(train, "Block", DroppingBlock)  # noqa: B010 - as above
+    if "--own-mesh" in sys.argv:
+        dist.init_process_group("gloo")
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        open_run = partial(dlac.training_run, os.environ["JOB_SPEC"], mesh=mesh)
+        setattr(train.dlac, "training_run", open_run)  # noqa: B010 - as above
     train.main()
 
 

@@ -7,7 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection, Listener
@@ -22,6 +22,7 @@ from dlac_pipeline.extensions.shared_reading.blocks import (
 )
 from dlac_pipeline.lakehouse.errors import SpecInvalid, TrainingFailed
 from dlac_pipeline.read.batch import Batch
+from dlac_pipeline.read.reader import until_none
 from dlac_pipeline.train.rank_reader import Reader, SharePlace
 
 _AHEAD = 2
@@ -76,15 +77,21 @@ class GivingReader:
         self._connections: list[Connection] = []
         self._blocks = Blocks(others=len(place.ranks) - 1)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="dlac-give")
+        self._batches = enumerate(iter(reader))
+        self._upcoming: Future[Batch | None] | None = None
 
     def __iter__(self) -> Iterator[Batch]:
-        with _speaking(self._place):
-            self._meet()
-        batches = enumerate(self._reader)
-        upcoming = self._thread.submit(self._give_next, batches)
-        while (batch := upcoming.result()) is not None:
-            upcoming = self._thread.submit(self._give_next, batches)
-            yield batch
+        return until_none(self._take)
+
+    def _take(self) -> Batch | None:
+        if self._upcoming is None:
+            with _speaking(self._place):
+                self._meet()
+            self._upcoming = self._thread.submit(self._give_next)
+        batch = self._upcoming.result()
+        if batch is not None:
+            self._upcoming = self._thread.submit(self._give_next)
+        return batch
 
     def close(self) -> None:
         """End the background threads, and leave the other ranks."""
@@ -98,8 +105,8 @@ class GivingReader:
         self._listener.close()
         self._blocks.close()
 
-    def _give_next(self, batches: Iterator[tuple[int, Batch]]) -> Batch | None:
-        number, batch = next(batches, (0, None))
+    def _give_next(self) -> Batch | None:
+        number, batch = next(self._batches, (0, None))
         with _speaking(self._place):
             if batch is not None:
                 self._give(number, batch)
@@ -115,10 +122,8 @@ class GivingReader:
             connection.send(index)
 
     def _give(self, number: int, batch: Batch) -> None:
-        since = time.monotonic()
         for connection in self._connections if number > _AHEAD else ():
             connection.recv_bytes()  # that the other rank has taken a batch
-        self._place.waits.seconds += time.monotonic() - since
         block, is_new, layout = self._blocks.write([*batch.tensors.values(), batch.valid, batch.source])
         facts = {name: getattr(batch, name) for name in _FACTS}
         for connection in self._connections:
@@ -136,25 +141,35 @@ class MappingReader:
         self._place = place
         self._connection: Connection | None = None
         self._blocks: dict[int, MappedBlock] = {}
+        self._index = 0
+        self._is_over = False
 
     def __iter__(self) -> Iterator[Batch]:
+        return until_none(self._take)
+
+    def _take(self) -> Batch | None:
+        since = time.monotonic()
         with _speaking(self._place):
-            self._connection = connection = self._connect()
-            index = connection.recv()
-        while True:
-            since = time.monotonic()
-            with _speaking(self._place):
-                given = connection.recv()
-                if given is not None and given.is_new:
-                    self._map(given.block, recv_handle(connection), index)
-            self._place.waits.seconds += time.monotonic() - since
-            if given is None:
-                return
-            *tensors, valid, source = self._blocks[given.block].tensors(given.layout)
-            columns = dict(zip(given.columns, tensors, strict=True))
+            given = None if self._is_over else self._receive()
+        self._place.waits.seconds += time.monotonic() - since
+        if given is None:
+            self._is_over = True
+            return None
+        *tensors, valid, source = self._blocks[given.block].tensors(given.layout)
+        columns = dict(zip(given.columns, tensors, strict=True))
+        return Batch(tensors=columns, valid=valid, source=source, **given.facts)
+
+    def _receive(self) -> _Given | None:
+        if self._connection is None:
+            self._connection = self._connect()
+            self._index = self._connection.recv()
+        given: _Given | None = self._connection.recv()
+        if given is not None and given.is_new:
+            self._map(given.block, recv_handle(self._connection))
+        if given is not None:
             with suppress(OSError):  # the first rank needs no answer after its last batch
-                connection.send_bytes(b"taken")
-            yield Batch(tensors=columns, valid=valid, source=source, **given.facts)
+                self._connection.send_bytes(b"taken")
+        return given
 
     def close(self) -> None:
         """Leave the first rank. Batches that the script has stay."""
@@ -163,11 +178,11 @@ class MappingReader:
         for block in self._blocks.values():
             block.close()
 
-    def _map(self, number: int, file: int, index: int) -> None:
+    def _map(self, number: int, file: int) -> None:
         replaced = self._blocks.get(number)
         if replaced is not None:
             replaced.close()
-        self._blocks[number] = MappedBlock(file, index)
+        self._blocks[number] = MappedBlock(file, self._index)
 
     def _connect(self) -> Connection:
         deadline = time.monotonic() + _MEET_S
