@@ -51,7 +51,7 @@ def main() -> None:
         dist.init_process_group("gloo")
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         open_run = partial(dlac.training_run, os.environ["JOB_SPEC"], mesh=mesh)
-        setattr(train.dlac, "training_run", open_run)  # noqa: B010 - as above
+        setattr(dlac, "training_run", open_run)  # noqa: B010 - as above
     train.main()
 
 
