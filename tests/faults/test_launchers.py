@@ -133,10 +133,7 @@ def test_notice_causes_emergency_checkpoint(
 
 @pytest.mark.soak
 def test_relaunch_by_torchrun_leaves_incident(campaign: Arena) -> None:
-    """A rank killed under torchrun is an incident with its detector, time, lost work and resume point.
-
-    So is a run with a lost launcher that an operator starts again. The time until the start is not the recovery's.
-    """
+    """A rank killed under torchrun, or a launch that an operator repeats, is an incident with detector, time and lost work."""
     run = "torchrun-incidents"
     with launch_under(campaign, "torchrun", run, max_restarts=1, pause_s=0.1) as launch:
         wait_until(partial(_commits, campaign, run, 1), what="a checkpoint of attempt 1")

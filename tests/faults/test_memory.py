@@ -178,10 +178,7 @@ def damage_states(folder: Path, damage: str) -> None:
     "damage", ["file", "nan", *(pytest.param(each, marks=pytest.mark.soak) for each in ("seal", "writable", "rewind"))]
 )
 def test_unusable_state_is_not_used(campaign: Arena, damage: str, tmp_path: Path) -> None:
-    """A shorter file, weights that became NaN, no seal, a folder that others may write, and the branch that a rewind left.
-
-    The checkpoint is read.
-    """
+    """A cut file, NaN in weights, no seal, a folder others may write, a rewound branch: the checkpoint is read instead."""
     run = f"memory-{damage}"
     spec = spec_of(campaign, run, every_steps=10, memory=str(tmp_path))  # other tests share the user's folder
     launch = campaign.launch(spec)
@@ -219,10 +216,7 @@ def test_read_only_memory_ends_no_run(campaign: Arena) -> None:
 @pytest.mark.parametrize("damaged", ["manifest", pytest.param("folder", marks=pytest.mark.soak)])
 @pytest.mark.parametrize("only", [True, False])
 def test_damaged_head_leaves_memory(campaign: Arena, damaged: str, only: bool) -> None:
-    """All ranks are killed, and the manifest of the head changes: the run resumes from memory, and quarantines the head later.
-
-    The next checkpoint continues the head, and records its damage. No row is repeated that the state has.
-    """
+    """All ranks die and the head is damaged: the run resumes from memory, quarantines the head later, and repeats no row."""
     run = f"memory-head-damaged-{damaged}-{only:d}"
     spec = spec_of(campaign, run, every_steps=20 if only else 10, deadlock_at=24, keep_last=2, pause_s=0.01)
     launch, folder = campaign.launch(spec), memory_folder(spec)

@@ -65,10 +65,7 @@ def files_of(campaign: Arena, run: str) -> dict[str, int]:
 
 @pytest.mark.slow
 def test_frozen_coordinator_cannot_commit(campaign: Arena) -> None:
-    """It has verified that it owns the run. The run is then taken over and finished, and its commit is still refused.
-
-    The commit would retire the first checkpoint. Every file stays.
-    """
+    """It has verified that it owns the run, which is taken over and finished. Its commit is refused, and every file stays."""
     run, env = "zombie-in-commit", {"SABOTAGE": "stop-before-commit@30"}
     spec = campaign.spec(run, "train_sabotaged.py", env=env, passes=1, keep_last=2)
     old = campaign.launch(spec)

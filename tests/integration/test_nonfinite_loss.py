@@ -32,10 +32,7 @@ def train(
     trainer: bool = False,
     **changes: Any,
 ) -> int:
-    """Train in this process with these losses at some steps; the weights are NaN after step `poison`. Returns the last step.
-
-    A `trainer` saves its files itself, and writes the step into a file.
-    """
+    """Train with losses at some steps and NaN weights after `poison`. A `trainer` saves files. Return the last step."""
     spec = arena.spec("r", world_size=1, passes=1, every_steps=5, **changes)
     model = torch.nn.Linear(4, 1)
 

@@ -42,9 +42,7 @@ import pytest
     ids=["a supervisor", "a supervisor before its request", "a Dagster run", "a status", "a command", "a dataset"],
 )
 def test_quick_starts_import_little(module: str, unwanted: set[str]) -> None:
-    """Slow imports are left out. A supervisor starts the slow imports of its ranks before it imports the catalog. Each Dagster
-    run imports the definitions, and a recovery waits for them. The help of a command should appear at once.
-    """
+    """Commands, supervisors, ranks and Dagster runs, for which a person or a recovery waits, leave out slow imports."""
     code = f"import sys, {module}; print(sorted({unwanted!r} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"

@@ -84,11 +84,7 @@ def rows_of(text: str) -> list[int]:
     ],
 )  # fmt: skip
 def test_filter_selects_rows(text: str, rows: list[int]) -> None:
-    """A literal is compared as in SQL, whatever the column's type, and null is never selected.
-
-    NaN equals nothing and has no order, and -0.0 equals 0.0. Columns have dotted or double-quoted names. NOT binds closer than
-    AND, and AND closer than OR.
-    """
+    """A literal is compared as in SQL, null is never selected, and NOT binds closer than AND, and AND closer than OR."""
     assert rows_of(text) == rows
 
 

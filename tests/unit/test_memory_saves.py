@@ -133,10 +133,7 @@ def test_state_waits_for_copies_of_all(rank: Rank) -> None:
 
 
 def test_lower_of_two_costs_sets_the_pace(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A state is saved in each step until two have shown their cost, and once a copy that was late is done.
-
-    Work of the script before a save belongs to the step.
-    """
+    """A state is saved in each step until two have shown their cost, which has no work of the script, and after a late copy."""
     rank, now, costs = Rank(memory, memory_every_steps=0), [0.0], iter((5.0, 7.0, 1.0, 9.0))
     monkeypatch.setattr("dlac_pipeline.memory_states.save.time.monotonic", lambda: now[0])
 

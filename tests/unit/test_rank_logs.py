@@ -32,10 +32,7 @@ def is_exact(folder: Path) -> bool:
 
 @pytest.mark.parametrize("collapses", [True, False])
 def test_log_stays_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, collapses: bool) -> None:
-    """The first and the very last line stay, on every file system, and a line in between reports how many are missing.
-
-    Where the file is copied, lines that are written between the last look and the cut are lost, too.
-    """
+    """The first and the very last line stay, on every file system, and a line in between reports how many are missing."""
     if not collapses:
         monkeypatch.setattr(rank_logs, "collapse", lambda *_: False)
     log = tmp_path / "rank-00000.log"

@@ -95,10 +95,7 @@ def test_passport_names_what_it_misses(forked: Forked, here: Command) -> None:
 
 
 def test_wrong_passport_is_refused(forked: Forked, here: Command) -> None:
-    """One of other weights, one cut short, and one without documents, whose own digest fits.
-
-    So are weights whose header still names the checkpoint.
-    """
+    """One of other weights, one cut short, one without documents whose digest fits, and weights that name the checkpoint."""
     first, _ = forked.export(here, "a", "a.safetensors")
     second, _ = forked.export(here, "b", "b.safetensors")
     own, content = passport_of(second).read_bytes(), passport_of(first).read_bytes()

@@ -189,10 +189,7 @@ def test_ended_run_is_not_trained_on(arena: Arena, start: Callable[..., Group], 
 
 
 def test_stop_without_time_ends_the_run(arena: Arena, start: Callable[..., Group]) -> None:
-    """They were asked to stop, and their deadline has ended them. Their torchruns know nothing of it.
-
-    A stop before a person has started the torchruns does not count.
-    """
+    """They were asked to stop, and their deadline has ended them. A stop before the torchruns were started does not count."""
     group = start(0)
     group.launch.note_stop()
     group.note(Phase.TRAINING)
