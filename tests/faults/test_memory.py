@@ -287,10 +287,7 @@ def kill_held(arena: Arena, launch: Launch, spec: JobSpec, victim: str, phase: s
 @pytest.mark.parametrize("victim", ["rank", "ranks", "supervisor"])
 @pytest.mark.parametrize("repeats", [False, True])
 def test_death_in_recovery_keeps_state(campaign: Arena, victim: str, repeats: bool) -> None:
-    """Attempts die while they load the state, and in their first step: the next one resumes from the state again.
-
-    After the second death in the load no state is taken. The incidents count the rows that the ranks trained again.
-    """
+    """Attempts that die in the load or in their first step leave the state to the next one. A second one does not."""
     run = f"memory-dies-{victim}-{repeats:d}"
     held = {"holds_loading": "2,3" if repeats else "2", "holds_training": "" if repeats else "3,4"}
     limits: dict[str, Any] = {"attempts_without_progress": 5, "memory_every_steps": 5, "pause_s": 0.01}

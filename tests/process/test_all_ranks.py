@@ -121,10 +121,7 @@ def test_remote_progress_reaches_leader_folder(pair: LaunchedNodes) -> None:
 
 
 def test_remote_heartbeat_is_copied_once(pair: LaunchedNodes) -> None:
-    """The heartbeat is sent again and again, with slightly different clocks, and stays the same.
-
-    A leader whose disk is full or unavailable for a moment copies it later.
-    """
+    """The heartbeat is sent again with other clocks, and stays the same. A leader with a full disk copies it later."""
     HeartbeatFile(pair.groups[1].folder, 1).write(7, Phase.TRAINING)
     folder = pair.groups[LEADER].folder
     folder.rename(moved := folder.with_name("moved"))
