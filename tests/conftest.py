@@ -128,12 +128,15 @@ class Arena:
         with dlac.training_run(path, **options) as run:
             yield run
 
-    def train(self, spec: JobSpec, *, until: int | None = None) -> Steps:
-        """Train in this process with one rank. `until` is the step in which the process "dies"."""
+    def train(self, spec: JobSpec, *, until: int | None = None, sharded: bool = False) -> Steps:
+        """Train in this process with one rank, or its engine for shards. The process "dies" in the step `until`."""
         seen: Steps = {}
         with self.training_run(spec) as run:
             model = torch.nn.Linear(4, 1)
-            run.restore(dlac.TorchState(model=model))
+            optimizer = torch.optim.AdamW(model.parameters())
+            run.restore(
+                dlac.DistributedState(model=model, optimizer=optimizer) if sharded else dlac.TorchState(model=model)
+            )
             for batch in run.batches():
                 if batch.step == until:
                     return seen

@@ -28,7 +28,6 @@ def test_full_store_ends_run_without_loss(campaign: Arena, small_disk: Path, mod
     assert str(small_disk) in error["message"]
     committed = campaign.lineage(run)[-1]
     assert committed.step == launch.of("checkpoint")[-1]["step"] >= 10
-
     subprocess.run(["mount", "-o", "remount,size=10m", small_disk], check=True)
     again = campaign.launched(spec)
     assert again.of("attempt")[0]["step"] == committed.step

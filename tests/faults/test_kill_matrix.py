@@ -40,7 +40,6 @@ def check_cell(campaign: Arena, engine: str, mode: str, *phases: str) -> None:
     launch = campaign.launched(spec)
     resumed = [step if phase == "after-commit" else step - EVERY for phase, step in deaths.items()]
     assert [event["step"] for event in launch.of("attempt")] == [0, *resumed]
-
     steps = list(range(EVERY, last + 1, EVERY))
     assert [row.step for row in campaign.lineage(run)] == steps
     assert len(campaign.rows(run, CheckpointRow)) == len(steps)

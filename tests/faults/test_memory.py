@@ -28,15 +28,8 @@ _STEPS = 60
 
 def spec_of(arena: Arena, run: str, program: str = "train_tiny.py", **changes: Any) -> JobSpec:
     """Return a spec of a run that keeps a state after each step, and whose checkpoints are far between."""
-    chosen = {
-        "memory": "/dev/shm",
-        "memory_every_steps": 1,
-        "every_steps": 40,
-        "pause_s": 0.03,
-        "steps": _STEPS,
-        **changes,
-    }
-    return arena.spec(run, program, **chosen)
+    kept = {"memory": "/dev/shm", "memory_every_steps": 1, "every_steps": 40, "pause_s": 0.03, "steps": _STEPS}
+    return arena.spec(run, program, **{**kept, **changes})
 
 
 def kill_rank(arena: Arena, run: str, launch: Launch, rank: int, *, step: int) -> dict[str, Any]:

@@ -1,8 +1,4 @@
-"""Nodes on a network that is cut: the nodes that reach each other resume, and an isolated node never commits.
-
-The catalog is a PostgreSQL server on the network, and so is the rendezvous. The checkpoint store is a shared folder that
-stays available, like a separate storage network. An isolated node could write to it, but must not commit a checkpoint.
-"""
+"""Nodes on a network that is cut, with its catalog and rendezvous: an isolated node, which has the store, never commits."""
 
 import time
 from collections.abc import Iterator

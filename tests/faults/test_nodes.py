@@ -1,7 +1,4 @@
-"""Nodes that train a run together join, exit and die. The run resumes on the available nodes, with the same batches.
-
-All nodes are processes on this node, with one catalog. tests/faults/test_network_cuts.py gives each a network.
-"""
+"""Nodes, which are processes of this node, join, exit and die. The run resumes on the others, with the same batches."""
 
 import os
 import re

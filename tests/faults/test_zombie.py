@@ -39,18 +39,15 @@ def test_frozen_attempt_is_fenced_by_takeover(campaign: Arena) -> None:
     old.wait_for("checkpoint")
     ranks = freeze(old)
     before = rows_of_attempt(campaign, run, 1)
-
     refused = campaign.launch(spec, wait_s=0.2)
     assert refused.wait() == 81
     assert f"process {old.process.pid}" in refused.of("error")[0]["message"]
-
     new = campaign.launch(spec, takeover=True, wait_s=0.2)
     new.wait_for("attempt")
     old.signal_all(signal.SIGCONT)
     check_refused(old, ranks)
     refused = campaign.launch(spec)
     assert refused.wait() == 81, "the lock is the new holder's"
-
     assert new.wait() == 0, new.stderr
     assert rows_of_attempt(campaign, run, 1) == before
     assert campaign.journal(run) == campaign.journal("reference")
@@ -74,7 +71,6 @@ def test_frozen_coordinator_cannot_commit(campaign: Arena) -> None:
     while coordinator.status() != psutil.STATUS_STOPPED:
         assert old.process.poll() is None
     ranks = freeze(old)
-
     keeping = spec.model_copy(update={"checkpoint": spec.checkpoint.model_copy(update={"keep_last": 0})})
     campaign.launched(keeping, takeover=True)
     before, files = campaign.rows(run), files_of(campaign, run)

@@ -16,7 +16,7 @@ from dlac_pipeline.lakehouse.errors import CatalogUnreachable, SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.iceberg.pins import hold, release_pins, remove_pin
 from dlac_pipeline.lakehouse.iceberg.safe_commit import GuardedSqlCatalog
-from dlac_pipeline.lakehouse.iceberg.snapshots import is_pinned, pin, pin_tag, snapshot_of
+from dlac_pipeline.lakehouse.iceberg.snapshots import pin, pin_tag, snapshot_of
 from dlac_pipeline.lakehouse.ledger.plans import PlanRow
 from dlac_pipeline.lakehouse.ledger.schemas import CONSUMPTION, PLANS
 from tests.empty_lakehouse import empty_lakehouse
@@ -247,20 +247,3 @@ def test_a_source_that_may_only_be_read(
     monkeypatch.setattr(GuardedSqlCatalog, "commit_table", refuse)
     with pytest.raises(error, match=message):
         hold(lakehouse, "src.t", snapshot, "tag")
-
-
-def test_pin_that_vanishes_is_set_again(lakehouse: Lakehouse, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tag that a racing expiry dropped right after it was made is missed at the second look, and made again."""
-    snapshot = append(lakehouse)
-    real, tagged = lakehouse.catalog.commit_table, []
-
-    def commit_table(*request: Any) -> Any:
-        answer = real(*request)
-        tagged.append(answer)
-        if len(tagged) == 1:
-            lakehouse.load("src.t").manage_snapshots().remove_tag(pin_tag(snapshot)).commit()
-        return answer
-
-    monkeypatch.setattr(lakehouse.catalog, "commit_table", commit_table)
-    assert pin(lakehouse, "src.t", snapshot) == pin_tag(snapshot)
-    assert is_pinned(lakehouse.load("src.t"), "src.t", snapshot)

@@ -19,12 +19,7 @@ import pytest
         (
             "dlac_pipeline.extensions.look.run_state, dlac_pipeline.extensions.look.goodput",
             {
-                "torch",
-                "dagster",
-                "sqlglot",
-                "requests",
-                "matplotlib",
-                "pandas",
+                *("torch", "dagster", "sqlglot", "requests", "matplotlib", "pandas"),
                 "fsspec",
                 "dlac_pipeline.spec.job_spec",
             },

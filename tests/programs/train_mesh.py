@@ -1,7 +1,4 @@
-"""The GPT of examples/mesh, with a journal of the rows of each finished step.
-
-With `--dropout` each block drops features, and is computed again in the backward pass.
-"""
+"""The GPT of examples/mesh, with a journal. With `--dropout` blocks drop features and are computed again backward."""
 
 import sys
 from pathlib import Path

@@ -53,17 +53,9 @@ class Rank:
         self.tracker = ReaderStateTracker(
             committed_step=0, step=0, groups=range(1), cursors=np.zeros((1, 1, 4), dtype=np.int64)
         )
-        self.communicator = communicator = SimpleNamespace(
-            rank=0,
-            world_size=1,
-            ranks_here=1,
-            first_rank_here=0,
-            coordinate=ALL_SLOTS,
-            mesh=DATA_PARALLEL,
-            is_first_of_node=True,
-            is_on_one_node=is_alone,
-            tree=RankTree(0, 1, None),
-        )
+        place = {"rank": 0, "world_size": 1, "ranks_here": 1, "first_rank_here": 0, "coordinate": ALL_SLOTS}
+        node = {"mesh": DATA_PARALLEL, "is_first_of_node": True, "is_on_one_node": is_alone}
+        self.communicator = communicator = SimpleNamespace(**place, **node, tree=RankTree(0, 1, None))
         self.warnings: list[str] = []
         self.model = torch.nn.Linear(25_000, 1, bias=False)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)

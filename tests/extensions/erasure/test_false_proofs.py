@@ -2,16 +2,15 @@
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import duckdb
 import pytest
-import torch
 from pyiceberg.expressions import And
 from safetensors.torch import load_file, save_file
 
-import dlac_pipeline as dlac
 from dlac_pipeline.checkpoint.store import tiers_of
 from dlac_pipeline.extensions.branches.retire import retire_left
 from dlac_pipeline.extensions.branches.rewind import rewind_run
@@ -32,19 +31,8 @@ from dlac_pipeline.spec.job_spec import JobSpec
 from tests.conftest import Arena, source_rows, wait_until
 from tests.extensions.erasure.test_forget import Erasure, rows_until, small
 
-
-def train_sharded(arena: Arena, spec: JobSpec, *, until: int | None = None) -> dict[int, list[int]]:
-    """Train a run with `DistributedState`, which loads adopted weights. Return its rows by step."""
-    seen = {}
-    with arena.training_run(spec) as run:
-        model = torch.nn.Linear(4, 1)
-        run.restore(dlac.DistributedState(model=model, optimizer=torch.optim.AdamW(model.parameters())))
-        for batch in run.batches():
-            if batch.step == until:
-                break
-            seen[batch.step] = batch["row_id"][batch.valid].tolist()
-            run.step_done(batch.mean(batch["x"].sum(-1)))
-    return seen
+train_sharded = partial(Arena.train, sharded=True)
+"""Train a run with an engine that loads adopted weights, and return its rows by step."""
 
 
 class Exported:

@@ -29,15 +29,8 @@ def network(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
 
 def job_of_groups(network: Network, run: str, **changes: object) -> JobSpec:
     """Return a job of four ranks on two nodes, which trains until it is stopped. Each rank is a group by default."""
-    launch = {
-        "nodes": "2",
-        "replicas": 4,
-        "world_size": 1,
-        "node_timeout_s": 3,
-        "last_call_s": 1,
-        "gather_timeout_s": 120,
-    }
-    meets = {"rendezvous": network.rendezvous, "passes": 0, "steps": 100_000, "pause_s": 0.05}
+    launch = {"nodes": "2", "replicas": 4, "world_size": 1, "node_timeout_s": 3, "last_call_s": 1}
+    meets = {"rendezvous": network.rendezvous, "gather_timeout_s": 120, "passes": 0, "steps": 100_000, "pause_s": 0.05}
     spec = network.arena.spec(run, "train_replicas.py", **{**launch, **meets, **changes})
     return spec.model_copy(update={"lakehouse": network.catalog})
 
