@@ -7,6 +7,7 @@ from dlac_pipeline.lakehouse.ledger.typed_rows import QuarantinedCheckpointRow
 from tests.conftest import Arena
 
 
+@pytest.mark.slow
 def test_frozen_table_needs_room_once(campaign: Arena, small_disk: Path) -> None:
     """All checkpoints of an attempt fit on a disk with room for one frozen table and a half."""
     subprocess.run(["mount", "-o", "remount,size=6m", small_disk], check=True)

@@ -51,11 +51,6 @@ def check_cell(campaign: Arena, engine: str, mode: str, *phases: str) -> None:
     assert {step: sorted(rows) for step, rows in campaign.recorded(run).items()} == {
         end: sorted(row for step in range(end - EVERY + 1, end + 1) for row in journal[step]) for end in steps
     }
-    check_repetition(campaign, run, deaths)
-
-
-def check_repetition(campaign: Arena, run: str, deaths: dict[str, int]) -> None:
-    """Check that each attempt repeats the steps of a dead one with the same rows and losses."""
     tries: dict[int, dict[tuple[int, int], object]] = {}
     for entry in campaign.entries(run):
         tries.setdefault(entry["attempt"], {})[entry["rank"], entry["step"]] = (entry["rows"], entry["loss"])

@@ -87,18 +87,6 @@ def wait_for_ranks(campaign: Arena, launch: LaunchedRun, run: str) -> list[psuti
     return ranks
 
 
-def check_left_and_finish(campaign: Arena, launcher: str, run: str, notice: str) -> None:
-    """Check that the head is the last step before the notice, and that the same launcher finishes the run exactly."""
-    head = campaign.lineage(run)[-1]
-    assert head.reason == notice
-    assert head.step == max(entry["step"] for entry in campaign.entries(run)) < 63
-    with launch_under(campaign, launcher, run) as again:
-        assert again.process.wait(timeout=200) == 0, again.log.read_text()[-3000:]
-    journal = campaign.journal(run)
-    assert sorted(row for rows in journal.values() for row in rows) == list(range(2000))
-    assert campaign.rows(run, FinishRow)
-
-
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("launcher", "to", "number", "notice"),
@@ -128,7 +116,14 @@ def test_notice_causes_emergency_checkpoint(
             check_gone(ranks)
             assert launch.process.wait(timeout=60) == 0 or number, launch.log.read_text()[-3000:]
             assert f"asked to exit ({notice})" in launch.log.read_text()
-    check_left_and_finish(campaign, launcher, run, notice)
+    head = campaign.lineage(run)[-1]
+    assert head.reason == notice
+    assert head.step == max(entry["step"] for entry in campaign.entries(run)) < 63
+    with launch_under(campaign, launcher, run) as again:
+        assert again.process.wait(timeout=200) == 0, again.log.read_text()[-3000:]
+    journal = campaign.journal(run)
+    assert sorted(row for rows in journal.values() for row in rows) == list(range(2000))
+    assert campaign.rows(run, FinishRow)
 
 
 @pytest.mark.soak

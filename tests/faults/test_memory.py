@@ -74,7 +74,8 @@ def test_killed_rank_costs_two_batches(campaign: Arena) -> None:
     assert [row.memory_of for row in campaign.rows(run, ClaimRow)] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("point_s", [None, pytest.param(2.0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("point_s", [None, 2.0])
 def test_states_follow_cost_and_failures(campaign: Arena, point_s: float | None, tmp_path: Path) -> None:
     """A rank is killed after 100 steps in 5 s: a state is up to 10 s old, or 2 s as set. After the failure states are denser."""
     run, found = f"memory-paced-{point_s}", list[int]()
@@ -161,7 +162,11 @@ def damage_states(folder: Path, damage: str) -> None:
         elif damage == "file":
             os.truncate(slot / "rng-00000.pt", 100)
         elif damage == "nan":
-            _poison(slot / "torch-state.pt")
+            file = MemoryFile(slot / "torch-state.pt", is_mapped=False)
+            state = torch.load(slot / "torch-state.pt", weights_only=True)
+            state["model"]["weight"].fill_(float("nan"))
+            file.overwrite(state)
+            file.close()
     if damage == "writable":
         folder.parent.chmod(0o777)
 
@@ -298,11 +303,3 @@ def test_death_in_recovery_keeps_state(campaign: Arena, victim: str, repeats: bo
     assert [row.memory_step for row in claims] == ([0, 25, 25, 0] if repeats else [0, 25, 25, 25, 25])
     assert repeated_rows(campaign, run) == (27 if repeats else 2) * _BATCH
     assert sum(each.rows_replayed for each in recoveries_of(campaign.lakehouse, run)) == repeated_rows(campaign, run)
-
-
-def _poison(path: Path) -> None:
-    state = torch.load(path, weights_only=True)
-    state["model"]["weight"].fill_(float("nan"))
-    file = MemoryFile(path, is_mapped=False)
-    file.overwrite(state)
-    file.close()

@@ -59,6 +59,7 @@ def one_rank(tokens: Arena) -> Arena:
     return tokens
 
 
+@pytest.mark.slow
 def test_run_leaves_its_mesh(one_rank: Arena) -> None:
     """A rank of a mesh is killed, and the rest is trained with data parallelism alone. Rows equal those of one rank."""
     train_on(one_rank, "left", [BOTH, {}], shares="node")

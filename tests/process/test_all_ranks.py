@@ -67,7 +67,12 @@ class LaunchedNodes:
 @pytest.fixture(scope="module")
 def waiting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JobSpec]:
     """A job whose ranks wait for their exit status. One fork server starts the ranks of all tests."""
-    yield waiting_job(tmp_path_factory.mktemp("job"))
+    folder = tmp_path_factory.mktemp("job")
+    (folder / "script.py").write_text(WAITS)
+    order = {"batch_size": 4, "key_groups": 4, "steps": 1}
+    spec = small_spec(order=order, launch={"script": str(folder / "script.py")}).resolved(folder)
+    (Path(spec.checkpoint.local) / spec.run).mkdir(parents=True)
+    yield spec
     fork_server.end_server()
 
 
@@ -89,15 +94,6 @@ def launched_nodes(spec: JobSpec, folder: Path, count: int, *, timeout_s: int = 
             stack.callback(groups[-1].end)
         wait_until(lambda: all(all(group.processes.pids) for group in groups), what="the ranks")
         yield LaunchedNodes(groups, running_rounds)
-
-
-def waiting_job(folder: Path) -> JobSpec:
-    """Return a job whose ranks wait for their exit status."""
-    (folder / "script.py").write_text(WAITS)
-    order = {"batch_size": 4, "key_groups": 4, "steps": 1}
-    spec = small_spec(order=order, launch={"script": str(folder / "script.py")}).resolved(folder)
-    (Path(spec.checkpoint.local) / spec.run).mkdir(parents=True)
-    return spec
 
 
 def test_remote_progress_reaches_leader_folder(pair: LaunchedNodes) -> None:

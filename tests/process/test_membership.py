@@ -404,6 +404,7 @@ def test_cut_off_node_learns_of_the_end() -> None:
     assert ended.value.message["ending"] == "stopped"
 
 
+@pytest.mark.slow
 def test_nodes_move_to_next_rendezvous() -> None:
     """If the first rendezvous is lost, its nodes meet at the second. Nodes that find the first again wait for them there."""
     ports = (own_port(), own_port())

@@ -286,7 +286,12 @@ def test_legs_with_exclusions_and_appends(
     order = SourceOrder(start, everything, settings)
     for group in range(settings.key_groups):
         assert rows_of(order, group, 0) == model.take(group, None, plans)
-    _check_read(model, plans)
+    read = Counter((pass_index, place) for _, pass_index, place in model.read)
+    for pass_index, named in model.named.items():
+        gone = {place for plan_id, place in model.excluded if plan_id == named.plan_id}
+        mine = {place for number, place in read if number == pass_index}
+        assert live_in(plans[named.plan_id]) - gone <= mine <= live_in(plans[named.plan_id])
+    assert all(times == 1 for times in read.values())
 
 
 def _excluding(
@@ -316,17 +321,6 @@ def _excluding(
     removed = before - SourceOrder(start, everything, settings).open_rows()
     assert (removed >= 0).all()
     return replace(start, dealt=tuple((np.array(start.dealt) - removed).tolist()))
-
-
-def _check_read(model: Model, plans: dict[str, UnitTable]) -> None:
-    """Check that each live row was read once per pass, except rows that were excluded before their turn."""
-    read = Counter((pass_index, place) for _, pass_index, place in model.read)
-    for pass_index, named in model.named.items():
-        rows = live_in(plans[named.plan_id])
-        gone = {place for plan_id, place in model.excluded if plan_id == named.plan_id}
-        mine = {place for number, place in read if number == pass_index}
-        assert rows - gone <= mine <= rows
-    assert all(times == 1 for times in read.values())
 
 
 @EXAMPLES

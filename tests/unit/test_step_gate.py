@@ -113,13 +113,6 @@ def begin_copy(gate: StepGate, engine: TorchState, found: dict[str, Any], *, str
     return copied
 
 
-def saved_state(engine: TorchState) -> Any:
-    """Return a state that is copied at once."""
-    found: dict[str, Any] = {}
-    engine.save(Path(), lambda path, state: found.update({path.name: copy.deepcopy(state)}))
-    return found
-
-
 @pytest.mark.parametrize("streams", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_state_is_of_its_step(kind: str, streams: bool) -> None:
@@ -130,7 +123,8 @@ def test_state_is_of_its_step(kind: str, streams: bool) -> None:
     undisturbed = [other.step(number) for number in range(6)]
     for number in range(1, 6):
         gate.finish()
-        expected, found = saved_state(engine), dict[str, Any]()
+        expected, found = dict[str, Any](), dict[str, Any]()
+        engine.save(Path(), lambda path, state, into=expected: into.update({path.name: copy.deepcopy(state)}))
         copied = begin_copy(gate, engine, found, streams=streams)
         beside += bool(gate.stable())
         losses.append(script.step(number))

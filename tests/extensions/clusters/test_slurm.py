@@ -172,22 +172,16 @@ def test_job_outlives_fault(
     check_exact(arena)
 
 
-def leave_copy_on(node: str, arena: Arena) -> dict[str, Any]:
-    """Train on one node until a checkpoint is committed, and stop. Return the folders of the run's checkpoints."""
-    places: dict[str, Any] = {"store": str(arena.home / "far"), "local": str(arena.home / "near")}
-    stopped = FollowedJob(arena, nodes="1", on_node=node, **places, **SLOW)
-    stopped.wait_for("checkpoint")
-    stopped.job.stop()
-    assert stopped.outcome().ending == "stopped"
-    return places
-
-
 @pytest.mark.soak
 @pytest.mark.parametrize("holder", ["idle", "lost"])
 def test_resumed_job_gets_holder(arena: Arena, slurm: SlurmCluster, holder: str) -> None:
     """A run resumes on the node with its newest checkpoint. If that is lost, it gets another node after a short time."""
     arena.table()
-    places = leave_copy_on("n3", arena)
+    places: dict[str, Any] = {"store": str(arena.home / "far"), "local": str(arena.home / "near")}
+    stopped = FollowedJob(arena, nodes="1", on_node="n3", **places, **SLOW)
+    stopped.wait_for("checkpoint")
+    stopped.job.stop()
+    assert stopped.outcome().ending == "stopped"
     waits: dict[str, Any] = {"prefers_s": 2.0, **SLOW} if holder == "lost" else {}
     resumed = FollowedJob(arena, nodes="1", **waits, **places)
     if holder == "lost":
