@@ -279,19 +279,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Check the marks of every test."""
+    """Check that no test has a soak mark if some of its parameters have one: it would mark all of them."""
     for item in items:
-        _check_soak_marks(item)
-
-
-def _check_soak_marks(item: pytest.Item) -> None:
-    """Check that a test has no soak mark if some of its parameters have one: it would mark all of them."""
-    values = [value for mark in item.iter_markers("parametrize") for value in mark.args[1]]
-    some = any(mark.name == "soak" for value in values for mark in getattr(value, "marks", ()))
-    if some and len(list(item.iter_markers("soak"))) > 1:
-        raise pytest.UsageError(
-            f"expected a soak mark on {item.nodeid} or on some of its parameters, found both: drop one of them"
-        )
+        values = [value for mark in item.iter_markers("parametrize") for value in mark.args[1]]
+        some = any(mark.name == "soak" for value in values for mark in getattr(value, "marks", ()))
+        if some and len(list(item.iter_markers("soak"))) > 1:
+            raise pytest.UsageError(
+                f"expected a soak mark on {item.nodeid} or on some of its parameters, found both: drop one of them"
+            )
 
 
 @pytest.fixture

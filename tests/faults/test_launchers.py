@@ -74,19 +74,6 @@ def launch_under(
         process.wait()
 
 
-def wait_for_ranks(campaign: Arena, launch: LaunchedRun, run: str) -> list[psutil.Process]:
-    """Wait until the run has committed a checkpoint, and return its ranks."""
-
-    def committed() -> bool:
-        assert launch.process.poll() is None, launch.log.read_text()[-3000:]
-        return len(campaign.entries(run)) >= 24 and bool(campaign.rows(run, CheckpointRow))
-
-    wait_until(committed, what="a checkpoint")
-    ranks = launch.ranks()
-    assert len(ranks) == 2
-    return ranks
-
-
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("launcher", "to", "number", "notice"),
@@ -108,7 +95,14 @@ def test_notice_causes_emergency_checkpoint(
     with metadata_server() as (url, gone, _):
         changes: dict[str, Any] = {} if number else {"termination_url": url}
         with launch_under(campaign, launcher, run, pause_s=0.2, **changes) as launch:
-            ranks = wait_for_ranks(campaign, launch, run)
+
+            def committed(process: Any = launch.process, log: Path = launch.log) -> bool:
+                assert process.poll() is None, log.read_text()[-3000:]
+                return len(campaign.entries(run)) >= 24 and bool(campaign.rows(run, CheckpointRow))
+
+            wait_until(committed, what="a checkpoint")
+            ranks = launch.ranks()
+            assert len(ranks) == 2
             if number:
                 os.kill(launch.process.pid if to == "launcher" else ranks[1].pid, number)
             else:

@@ -154,23 +154,6 @@ def test_stop_request_still_takes_checkpoint(campaign: Arena) -> None:
     assert not folder.exists()
 
 
-def damage_states(folder: Path, damage: str) -> None:
-    """Damage all whole states in a folder."""
-    for slot in [state.folder for state in read_states(folder)]:
-        if damage == "seal":
-            (slot / "rank-00001.sealed").unlink()
-        elif damage == "file":
-            os.truncate(slot / "rng-00000.pt", 100)
-        elif damage == "nan":
-            file = MemoryFile(slot / "torch-state.pt", is_mapped=False)
-            state = torch.load(slot / "torch-state.pt", weights_only=True)
-            state["model"]["weight"].fill_(float("nan"))
-            file.overwrite(state)
-            file.close()
-    if damage == "writable":
-        folder.parent.chmod(0o777)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "damage", ["file", "nan", *(pytest.param(each, marks=pytest.mark.soak) for each in ("seal", "writable", "rewind"))]
@@ -186,7 +169,19 @@ def test_unusable_state_is_not_used(campaign: Arena, damage: str, tmp_path: Path
     folder = memory_folder(spec)
     assert folder is not None
     assert read_states(folder)
-    damage_states(folder, damage)
+    for slot in [state.folder for state in read_states(folder)]:
+        if damage == "seal":
+            (slot / "rank-00001.sealed").unlink()
+        elif damage == "file":
+            os.truncate(slot / "rng-00000.pt", 100)
+        elif damage == "nan":
+            file = MemoryFile(slot / "torch-state.pt", is_mapped=False)
+            state = torch.load(slot / "torch-state.pt", weights_only=True)
+            state["model"]["weight"].fill_(float("nan"))
+            file.overwrite(state)
+            file.close()
+    if damage == "writable":
+        folder.parent.chmod(0o777)
     if damage == "rewind":
         rewind_run(campaign.lakehouse, run, nonce="back", step=10, spec=spec)
     try:

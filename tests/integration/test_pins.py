@@ -2,7 +2,6 @@ import json
 import secrets
 from dataclasses import asdict
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -19,17 +18,15 @@ from dlac_pipeline.lakehouse.iceberg.safe_commit import GuardedSqlCatalog
 from dlac_pipeline.lakehouse.iceberg.snapshots import pin, pin_tag, snapshot_of
 from dlac_pipeline.lakehouse.ledger.plans import PlanRow
 from dlac_pipeline.lakehouse.ledger.schemas import CONSUMPTION, PLANS
-from tests.empty_lakehouse import empty_lakehouse
 
 ROWS = pa.table({"k": pa.array([1, 2, 3], pa.int64())})
 
 
 @pytest.fixture
-def lakehouse(tmp_path: Path) -> Lakehouse:
+def lakehouse(lakehouse: Lakehouse) -> Lakehouse:
     """A lakehouse with an empty source table."""
-    made = empty_lakehouse(tmp_path / "home")
-    made.catalog.create_table("src.t", ROWS.schema)
-    return made
+    lakehouse.catalog.create_table("src.t", ROWS.schema)
+    return lakehouse
 
 
 def append(lakehouse: Lakehouse, name: str = "src.t") -> int:

@@ -347,20 +347,14 @@ def test_portions_keep_order(units: UnitTable, cut: CutSettings, data: st.DataOb
     for row_range in order.row_ranges(group, data.draw(st.integers(0, 5))):
         at_once = _portions(len(row_range.block.slices.unit), data.draw(st.integers(1, 3)))
         portions = list(row_range.portions(at_once))
-        found = [place for part in portions for place in _places_in(part)]
+        found = []
+        for part in portions:
+            cuts = zip(part.slices.unit.tolist(), part.slices.first.tolist(), part.slices.rows.tolist(), strict=True)
+            laid = [(unit, first + row) for unit, first, rows in cuts for row in range(rows)]
+            found += [laid[row] for row in part.rows_of(part.start, part.stop).tolist()]
         assert found == places_of(row_range)
         assert portions[-1].cursor == row_range.cursor
 
 
 def _portions(slices: int, at_once: int) -> list[int]:
     return [min(at_once, slices - first) for first in range(0, slices, at_once)]
-
-
-def _places_in(part: RowRange) -> list[Place]:
-    slices = part.slices
-    laid = [
-        (int(unit), int(first) + row)
-        for unit, first, rows in zip(slices.unit, slices.first, slices.rows, strict=True)
-        for row in range(int(rows))
-    ]
-    return [laid[row] for row in part.rows_of(part.start, part.stop).tolist()]

@@ -42,16 +42,6 @@ def committed(network: Network, run: str, rank: int) -> int:
     return max((each["step"] for each in found if each["pid"] == newest and each["event"] == "committed"), default=0)
 
 
-def wait_for_new_process(network: Network, run: str, rank: int, before: int) -> None:
-    """Wait until a new process of a rank has committed steps after those `before`."""
-
-    def is_new() -> bool:
-        pids = Journals(entries_of(network.arena, run)).processes.get(rank, set())
-        return len(pids) > 1 and committed(network, run, rank) > before
-
-    wait_until(is_new, what=f"a new process of rank {rank}", within_s=120)
-
-
 @pytest.mark.parametrize("lost", ["node", "node-and-newcomer", "node-of-shards", "process", "only-process"])
 def test_groups_elsewhere_train_on(network: Network, lost: str) -> None:
     """A follower or one of its processes is lost: no other process is replaced, each row is trained once, and newcomers heal."""
@@ -80,7 +70,13 @@ def test_groups_elsewhere_train_on(network: Network, lost: str) -> None:
             wait_until(lambda: network.launches[spare].of("attempt") != [], what="the newcomer", within_s=120)
             network.lose(spare)
             network.join("dlac-rd", spec)
-    wait_for_new_process(network, run, 0 if lost == "only-process" else 3, before)
+    newcomer = 0 if lost == "only-process" else 3
+
+    def trains() -> bool:
+        pids = Journals(entries_of(network.arena, run)).processes.get(newcomer, set())
+        return len(pids) > 1 and committed(network, run, newcomer) > before
+
+    wait_until(trains, what=f"a new process of rank {newcomer}", within_s=120)
     network.launches[leader].process.send_signal(signal.SIGTERM)
     network.check_finished()
     journals = Journals(entries_of(network.arena, run))
