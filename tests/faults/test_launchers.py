@@ -96,8 +96,8 @@ def test_notice_causes_emergency_checkpoint(
         changes: dict[str, Any] = {} if number else {"termination_url": url}
         with launch_under(campaign, launcher, run, pause_s=0.2, **changes) as launch:
 
-            def committed(process: Any = launch.process, log: Path = launch.log) -> bool:
-                assert process.poll() is None, log.read_text()[-3000:]
+            def committed() -> bool:
+                assert launch.process.poll() is None, launch.log.read_text()[-3000:]
                 return len(campaign.entries(run)) >= 24 and bool(campaign.rows(run, CheckpointRow))
 
             wait_until(committed, what="a checkpoint")
