@@ -4,6 +4,7 @@ import json
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,7 +53,8 @@ def test_room_waits_for_checkpoint(when: CheckpointPolicy, tmp_path: Path) -> No
 @pytest.mark.parametrize("during", [False, True])
 def test_notice_beside_rescale_is_reported(when: CheckpointPolicy, tmp_path: Path, during: bool) -> None:
     """A notice with the rescale leaves no time for the checkpoint. One that comes during it keeps its own deadline."""
-    when.on_sync(StepSync(step=2, losses=[0.0], notice="" if during else "SIGUSR1", needed_s=HOUR_S, makes_room=True))
+    beside: dict[str, Any] = {} if during else {"notice": "SIGUSR1", "needed_s": HOUR_S}
+    when.on_sync(StepSync(step=2, losses=[0.0], makes_room=True, **beside))
     if during:
         signal.raise_signal(signal.SIGUSR1)
     assert when.reason() == (NODES if during else None)
