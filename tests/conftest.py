@@ -128,12 +128,15 @@ class Arena:
         with dlac.training_run(path, **options) as run:
             yield run
 
-    def train(self, spec: JobSpec, *, until: int | None = None) -> Steps:
-        """Train in this process with one rank. `until` is the step in which the process "dies"."""
+    def train(self, spec: JobSpec, *, until: int | None = None, sharded: bool = False) -> Steps:
+        """Train in this process with one rank, or its engine for shards. The process "dies" in the step `until`."""
         seen: Steps = {}
         with self.training_run(spec) as run:
             model = torch.nn.Linear(4, 1)
-            run.restore(dlac.TorchState(model=model))
+            optimizer = torch.optim.AdamW(model.parameters())
+            run.restore(
+                dlac.DistributedState(model=model, optimizer=optimizer) if sharded else dlac.TorchState(model=model)
+            )
             for batch in run.batches():
                 if batch.step == until:
                     return seen
@@ -276,19 +279,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Check the marks of every test."""
+    """Check that no test has a soak mark if some of its parameters have one: it would mark all of them."""
     for item in items:
-        _check_soak_marks(item)
-
-
-def _check_soak_marks(item: pytest.Item) -> None:
-    """Check that a test has no soak mark if some of its parameters have one: it would mark all of them."""
-    values = [value for mark in item.iter_markers("parametrize") for value in mark.args[1]]
-    some = any(mark.name == "soak" for value in values for mark in getattr(value, "marks", ()))
-    if some and len(list(item.iter_markers("soak"))) > 1:
-        raise pytest.UsageError(
-            f"expected a soak mark on {item.nodeid} or on some of its parameters, found both: drop one of them"
-        )
+        values = [value for mark in item.iter_markers("parametrize") for value in mark.args[1]]
+        some = any(mark.name == "soak" for value in values for mark in getattr(value, "marks", ()))
+        if some and len(list(item.iter_markers("soak"))) > 1:
+            raise pytest.UsageError(
+                f"expected a soak mark on {item.nodeid} or on some of its parameters, found both: drop one of them"
+            )
 
 
 @pytest.fixture

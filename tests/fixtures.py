@@ -19,13 +19,19 @@ import pytest
 
 from dlac_pipeline.audit.lakehouse_sql import open_audit
 from dlac_pipeline.cli import main
+from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow
-from dlac_pipeline.spec.job_spec import JobSpec, parse_spec
+from dlac_pipeline.plan.legs.choice import first_leg
+from dlac_pipeline.plan.plan import Plans
+from dlac_pipeline.plan.planner import make_plan
+from dlac_pipeline.read.opening.open_leg import OpenLeg, open_leg
+from dlac_pipeline.spec.job_spec import JobSpec, OrderSpec, SourceSpec, parse_spec
 from dlac_pipeline.spec.launch_request import Request
 from dlac_pipeline.supervise.ranks.rank_events import Event
 from dlac_pipeline.supervise.supervisor import Supervisor
 from tests.conftest import Arena
+from tests.empty_lakehouse import empty_lakehouse
 from tests.integration.audit_runs import Forgery, Workshop
 from tests.integration.datasets import Datasets
 
@@ -148,6 +154,22 @@ def instance(tmp_path: Path) -> Iterator[dg.DagsterInstance]:
     (tmp_path / "dagster").mkdir()
     with dg.DagsterInstance.local_temp(str(tmp_path / "dagster"), overrides={"telemetry": {"enabled": False}}) as made:
         yield made
+
+
+@pytest.fixture
+def lakehouse(tmp_path: Path) -> Lakehouse:
+    """An empty lakehouse of this test's own."""
+    return empty_lakehouse(tmp_path / "home")
+
+
+@pytest.fixture
+def opened(arena: Arena) -> OpenLeg:
+    """An open leg over many small appends, whose last batch is not full."""
+    arena.table(appends=(3, 1, 7, 110, 2, 14), row_group_rows=20)
+    plan = make_plan(arena.lakehouse, SourceSpec(table="src.t", columns=["row_id", "x"]))
+    order = OrderSpec(batch_size=24, key_groups=6, block_slices=2, seed=11, passes=2)
+    spec = arena.spec("r").model_copy(update={"order": order})
+    return open_leg(Plans(arena.lakehouse), first_leg(spec, [plan]), spec)
 
 
 @pytest.fixture

@@ -242,10 +242,7 @@ def main() -> None:
 
 
 def _status_of(program: Callable[[], None]) -> int:
-    """Run a program to its end, and return its exit status.
-
-    The interpreter does not end itself: it would report left-over objects of other programs' imports.
-    """
+    """Run a program to its end, and return its exit status. The interpreter's own end would report left-over objects."""
     status: object = 0
     try:
         program()

@@ -7,10 +7,7 @@ from pathlib import Path
 def install_distribution(
     folder: Path, name: str, modules: Mapping[str, str], points: Mapping[str, Sequence[str]]
 ) -> Path:
-    """Make a distribution in `folder`, and return the folder.
-
-    `modules`: name -> source. `points`: entry point group -> lines `name = value`.
-    """
+    """Make a distribution of modules (name -> source) and entry points (group -> lines) in `folder`, and return it."""
     for module, source in modules.items():
         (folder / f"{module}.py").write_text(source)
     about = folder / f"{name.replace('-', '_')}-1.0.dist-info"

@@ -73,18 +73,9 @@ def silence(node: Round) -> None:
 
 def job(campaign: Arena, run: str, **changes: Any) -> JobSpec:
     """Return a job for up to two nodes under a name."""
-    settings = {
-        "nodes": "1:2",
-        "nproc_per_node": 1,
-        "rendezvous": f"127.0.0.1:{own_port()}",
-        "gather_timeout_s": 60,
-        "last_call_s": 1,
-        "node_timeout_s": 6,
-        "noise": 0,
-        "passes": 1,
-        "pause_s": 0.15,
-    }
-    return campaign.spec(run, **{**settings, **changes})
+    meets = {"nodes": "1:2", "nproc_per_node": 1, "rendezvous": f"127.0.0.1:{own_port()}", "gather_timeout_s": 60}
+    settings = {"last_call_s": 1, "node_timeout_s": 6, "noise": 0, "passes": 1, "pause_s": 0.15}
+    return campaign.spec(run, **{**meets, **settings, **changes})
 
 
 def leader_of(launches: list[Launch]) -> Launch:

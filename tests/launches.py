@@ -98,10 +98,7 @@ class Launch:
 
 
 def wait_until(holds: Callable[[], bool], *, what: str, within_s: float = 300.0, pause_s: float = 0.02) -> None:
-    """Poll until a condition holds, at most every `pause_s`, and in a fifth of the time. Fail after `within_s`.
-
-    To read the ledger takes longer than the pause, and would take the processor from what is waited for.
-    """
+    """Poll until a condition holds, every `pause_s` and in a fifth of the time at most. Fail after `within_s`."""
     deadline = time.monotonic() + within_s
     while True:
         started = time.thread_time()

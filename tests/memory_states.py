@@ -22,25 +22,18 @@ def trained(since: int) -> Trained:
     return Trained(since=since, losses=[0.5] * 3, skipped=[], advances=[])
 
 
-STATE = RankState(
-    attempt=2,
-    nonce="b",
-    head="c10",
-    step=13,
-    rank=0,
-    world_size=1,
-    mesh={},
-    readers=1,
-    engine="torch",
-    loads_own_files=True,
-    leg="{}",
-    groups=[0],
-    cursors=[],
-    trained=[trained(10)],
-    rows=96,
-    saved_at=5.0,
-    files=[("a.pt", 3)],
-)
+_POINT: dict[str, Any] = {"attempt": 2, "nonce": "b", "head": "c10", "step": 13, "leg": "{}", "saved_at": 5.0}
+_RANKS: dict[str, Any] = {
+    "rank": 0,
+    "world_size": 1,
+    "mesh": {},
+    "readers": 1,
+    "groups": [0],
+    "cursors": [],
+    "rows": 96,
+}
+_ENGINE: dict[str, Any] = {"engine": "torch", "loads_own_files": True, "files": [("a.pt", 3)]}
+STATE = RankState(**_POINT, **_RANKS, **_ENGINE, trained=[trained(10)])
 
 
 def spec_of(folder: Path) -> JobSpec:

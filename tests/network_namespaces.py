@@ -41,7 +41,9 @@ def open_switch() -> Iterator[str]:
     """Make a switch, and yield the address of its namespace. It has no connection to this node's network."""
     if shutil.which("ip") is None:
         pytest.skip("needs iproute2")
-    _remove_left_namespaces()
+    for name in (line.split()[0] for line in _ip("netns", "list").splitlines()):
+        if name.startswith("dlac-") and not _ip("netns", "pids", name):  # a killed test has left it
+            _ip("netns", "del", name)
     added = subprocess.run(["ip", "netns", "add", SWITCH], check=False, capture_output=True, text=True)
     if added.returncode:
         pytest.skip(f"needs to be allowed network namespaces, found: {added.stderr.strip()}")
@@ -68,13 +70,6 @@ def network_node(name: str) -> Iterator[NetworkNode]:
         _ip("-n", name, "link", "set", "eth0", "up")
         yield node
     finally:
-        _ip("netns", "del", name)
-
-
-def _remove_left_namespaces() -> None:
-    """Remove namespaces without a process, which a killed test has left."""
-    names = [line.split()[0] for line in _ip("netns", "list").splitlines()]
-    for name in (name for name in names if name.startswith("dlac-") and not _ip("netns", "pids", name)):
         _ip("netns", "del", name)
 
 

@@ -1,7 +1,4 @@
-"""Nodes on their own network with a lakehouse, for tests and for the soak campaign of several nodes.
-
-The catalog is a PostgreSQL server on the network, with the rendezvous beside it. The checkpoint store is a shared folder.
-"""
+"""Nodes on their own network with a PostgreSQL catalog and a rendezvous on it, and a shared folder as checkpoint store."""
 
 from __future__ import annotations
 

@@ -68,10 +68,7 @@ class GroupScheduling(LoadScopeScheduling):  # type: ignore[misc]  # as above
 
 @cache
 def group_of(module: str) -> str:
-    """Return the group of a test module: the shared fixture that its tests have as an argument, or the module itself.
-
-    The modules of `campaign` are two groups, in turn.
-    """
+    """Return the group of a test module: its shared fixture, the module itself, or one of two for those of `campaign`."""
     found = _ARGUMENT.search((_ROOT / module).read_text())
     if found:
         return found[1]

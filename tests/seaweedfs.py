@@ -22,10 +22,7 @@ _SERVERS = ("master", "filer", "volume", "s3", "admin")
 
 
 class SeaweedFS:
-    """A server process, with a table bucket named warehouse and a bucket named store.
-
-    Its own maintenance of Iceberg tables is off, as it is by default.
-    """
+    """A server process with a table bucket `warehouse` and a bucket `store`, without own maintenance of Iceberg tables."""
 
     def __init__(self, folder: Path, *, address: str = "127.0.0.1", under: Sequence[str] = ()) -> None:
         """It listens at `address`. `under` is a command that runs another one."""

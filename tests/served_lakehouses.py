@@ -1,7 +1,4 @@
-"""Lakehouses on real servers: SeaweedFS's REST catalog, or PostgreSQL, with a warehouse and checkpoints in SeaweedFS's S3.
-
-`python -m tests.served_lakehouses seaweedfs|postgres` runs the demo on one of them (`make demo-on-seaweedfs`).
-"""
+"""Lakehouses on SeaweedFS's REST catalog or PostgreSQL, with S3: `python -m tests.served_lakehouses` runs the demo."""
 
 import os
 import subprocess

@@ -1,7 +1,4 @@
-"""Source tables of the contract: real Iceberg tables that are appended to, deleted from and compacted as engines do it.
-
-The table itself keeps the ids of its live rows, so that the tested code does not determine what is expected.
-"""
+"""Source tables of the contract: Iceberg tables that engines change, with the ids of their live rows kept apart from DLAC."""
 
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence

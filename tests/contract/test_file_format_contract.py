@@ -159,7 +159,6 @@ def test_training_is_exact_and_audited(arena: Arena, suffix: str) -> None:
     starts = {str(arena.home / f"data-{number}.{suffix}"): number * _FILE for number in range(2)}
     ids = np.concatenate([starts[each.file_path] + at for each, at in zip(groups, live, strict=True)])
     assert ids.tolist() == [row for row in range(25, 120) if row != 40]
-
     spec = arena.spec("r", world_size=1, passes=1, batch_size=8, row_filter="row_id >= 25", every_steps=4)
     before = arena.train(spec, until=7)
     after = arena.train(spec)

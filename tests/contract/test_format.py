@@ -91,7 +91,11 @@ def test_kept_checkpoint_is_rehearsed(home: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "run", ["mixed", "packed", *(pytest.param(run, marks=pytest.mark.soak) for run in ("transformed", "followed"))]
+    "run",
+    [
+        *("packed", pytest.param("mixed", marks=pytest.mark.slow)),
+        *(pytest.param(run, marks=pytest.mark.soak) for run in ("transformed", "followed")),
+    ],
 )
 def test_kept_run_resumes_exactly(home: Path, run: str) -> None:
     """Each run resumes after its last checkpoint, reaches its end, and is exact. `followed` has new rows to read."""

@@ -14,14 +14,7 @@ from tests.contract.contract import PER_ROW, Reading
 from tests.contract.readings import LISTS, PACKED, packed_slot, tokens_of, transformed
 from tests.contract.runs import GlobalBatch, Run
 from tests.contract.tables import SourceTable
-from tests.empty_lakehouse import empty_lakehouse
 from tests.small_records import small_spec
-
-
-@pytest.fixture
-def lakehouse(tmp_path: Path) -> Lakehouse:
-    """An empty lakehouse."""
-    return empty_lakehouse(tmp_path / "home")
 
 
 def spec_of(reading: Reading, order: dict[str, Any], **source: Any) -> JobSpec:

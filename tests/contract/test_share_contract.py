@@ -14,16 +14,12 @@ import torch
 
 from dlac_pipeline.lakehouse.doors import Door
 from dlac_pipeline.lakehouse.errors import TrainingFailed
-from dlac_pipeline.plan.legs.choice import first_leg
-from dlac_pipeline.plan.plan import Plans
-from dlac_pipeline.plan.planner import make_plan
 from dlac_pipeline.plan.slots import DataCoordinate, groups_of_slots
-from dlac_pipeline.read.opening.open_leg import OpenLeg, open_leg
+from dlac_pipeline.read.opening.open_leg import OpenLeg
 from dlac_pipeline.read.reader import Waits
 from dlac_pipeline.read.stage_reader import StageReader
-from dlac_pipeline.spec.job_spec import OrderSpec, SourceSpec
+from dlac_pipeline.spec.job_spec import OrderSpec
 from dlac_pipeline.train.rank_reader import SHARES, Reader, SharePlace
-from tests.conftest import Arena
 from tests.installed import install_distribution
 
 ORDER = OrderSpec(batch_size=24, key_groups=6, block_slices=2, seed=11, passes=2)
@@ -53,15 +49,6 @@ class Queued:
         if self.reader:
             self.reader.close()
 """
-
-
-@pytest.fixture
-def opened(arena: Arena) -> OpenLeg:
-    """An open leg, whose last batch is not full."""
-    arena.table(appends=(3, 1, 7, 110, 2, 14), row_group_rows=20)
-    plan = make_plan(arena.lakehouse, SourceSpec(table="src.t", columns=["row_id", "x"]))
-    spec = arena.spec("r").model_copy(update={"order": ORDER})
-    return open_leg(Plans(arena.lakehouse), first_leg(spec, [plan]), spec)
 
 
 Make = Callable[[OpenLeg], list[Reader]]

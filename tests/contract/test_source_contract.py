@@ -1,7 +1,4 @@
-"""Promises of each source format: exact rows of every version, pinned versions, and refusals of what is gone.
-
-Delta and Hudi are entry points of this distribution. The format "folder" is one of another author, installed from a folder.
-"""
+"""Promises of each source format, of which "folder" is another author's: exact and pinned versions, and refusals."""
 
 import json
 import shutil

@@ -100,7 +100,12 @@ def test_day_of_continual_training_ends_exact(arena: Arena, job: Path, dagster: 
             pass_an_hour(arena, killer)
     assert writer.returncode == 0
     assert min(killer.killed[victim] for victim in VICTIMS) >= 2, killer.killed
-    fill_up(arena, dagster, job)
+    wait_until_trained(arena, dagster, job)
+    source, changes = Source(arena.home), logged_changes(arena)
+    source.next_id = max(row for each in changes if each["what"] == "append" for row in each["rows"]) + 1
+    waiting = len(never_deleted(changes) - set(rows_read(arena)))
+    source.append(BATCH - waiting % BATCH)  # the missing rows of a batch
+    wait_until_trained(arena, dagster, job)
     check_rows(arena, logged_changes(arena))
     check_clean_end(arena, dagster, spec)
 
@@ -135,16 +140,6 @@ def job(arena: Arena) -> Path:
 def logged_changes(arena: Arena) -> list[dict[str, Any]]:
     """Return the changes that the writer has logged."""
     return [json.loads(line) for line in log_file(arena.home).read_text().splitlines()]
-
-
-def fill_up(arena: Arena, dagster: LocalDagster, job: Path) -> None:
-    """Wait until less than a batch is pending. Append the missing rows of that batch, and wait until it is trained."""
-    wait_until_trained(arena, dagster, job)
-    source, changes = Source(arena.home), logged_changes(arena)
-    source.next_id = max(row for each in changes if each["what"] == "append" for row in each["rows"]) + 1
-    waiting = len(never_deleted(changes) - set(rows_read(arena)))
-    source.append(BATCH - waiting % BATCH)
-    wait_until_trained(arena, dagster, job)
 
 
 def wait_until_trained(arena: Arena, dagster: LocalDagster, job: Path) -> None:

@@ -58,7 +58,6 @@ def test_ranks_of_a_coordinate_count_once(documents: Arena) -> None:
     os.kill(launch.process.pid, signal.SIGTERM)
     assert launch.wait() == 0, launch.stderr
     documents.launched(spec(documents, run, world_size=4, per_reader=1))
-
     assert documents.journal(run) == documents.journal(whole)
     assert documents.losses(run) == pytest.approx(documents.losses(whole), rel=1e-5)
     assert audit_run(documents.lakehouse, run).exact

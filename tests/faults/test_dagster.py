@@ -35,10 +35,7 @@ RUNS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 def test_killed_dagster_run_is_recovered(campaign: Arena, dagster: LocalDagster) -> None:
-    """SIGKILL of the Dagster run's process: all ranks exit, and a recovery run finishes the training run exactly.
-
-    One run may train at a time on this instance. The killed run does not keep its slot.
-    """
+    """SIGKILL of the Dagster run's process: all ranks exit, and a recovery finishes the run exactly, in the killed one's slot."""
     with dagster.instance() as instance:
         instance.event_log_storage.set_concurrency_slots(POOL, 1)
     spec = campaign.spec("dagster-dagster", **RUNS["dagster-dagster"])

@@ -37,10 +37,7 @@ RUNS: dict[str, dict[str, Any]] = {
 @pytest.mark.soak
 @pytest.mark.parametrize("run", ["cancelled", "unreachable"])
 def test_cancelled_run_checkpoints_and_stays(campaign: Arena, dagster: LocalDagster, run: str) -> None:
-    """A run cancelled in the UI leaves no process or lock after the grace period, loses no step, and is not recovered.
-
-    If Dagster cannot reach its process, because the code server is dead, the process finds the cancellation.
-    """
+    """A run cancelled in the UI, or found to be by its process, leaves no process or lock, loses no step, and stays ended."""
     spec = campaign.spec(run, **RUNS[run])
     run_id, processes = train_to(dagster, spec)
     began = time.time()
@@ -78,10 +75,7 @@ def test_cancelled_run_checkpoints_and_stays(campaign: Arena, dagster: LocalDags
 def test_ended_run_is_resumed(
     campaign: Arena, dagster: LocalDagster, how: str, status: dg.DagsterRunStatus, tag: str | None
 ) -> None:
-    """SIGUSR1 of a cluster to one rank, the drain command, and SIGTERM to the worker without a cancelled run.
-
-    The run reports that no person did this, and one recovery resumes it.
-    """
+    """SIGUSR1 to one rank, the drain command, and SIGTERM to the worker are no cancellation: one recovery resumes the run."""
     spec = campaign.spec(how, **RUNS[how])
     run_id, processes = train_to(dagster, spec)
     if how == "preempted":

@@ -7,6 +7,7 @@ from dlac_pipeline.lakehouse.ledger.typed_rows import QuarantinedCheckpointRow
 from tests.conftest import Arena
 
 
+@pytest.mark.slow
 def test_frozen_table_needs_room_once(campaign: Arena, small_disk: Path) -> None:
     """All checkpoints of an attempt fit on a disk with room for one frozen table and a half."""
     subprocess.run(["mount", "-o", "remount,size=6m", small_disk], check=True)
@@ -28,7 +29,6 @@ def test_full_store_ends_run_without_loss(campaign: Arena, small_disk: Path, mod
     assert str(small_disk) in error["message"]
     committed = campaign.lineage(run)[-1]
     assert committed.step == launch.of("checkpoint")[-1]["step"] >= 10
-
     subprocess.run(["mount", "-o", "remount,size=10m", small_disk], check=True)
     again = campaign.launched(spec)
     assert again.of("attempt")[0]["step"] == committed.step

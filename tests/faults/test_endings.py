@@ -23,20 +23,24 @@ def test_attempts_without_commit_end_run(campaign: Arena) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "code", "kind"),
+    ("changes", "request_of", "code", "kind"),
     [
-        ({"table": "src.nothing"}, 64, "NoSuchTable"),
-        ({"memory": "/dev/shmm/none"}, 64, "SpecInvalid"),
+        ({"table": "src.nothing"}, {}, 64, "NoSuchTable"),
+        ({"memory": "/dev/shmm/none"}, {}, 64, "SpecInvalid"),
+        ({}, {"colour": "red"}, 64, "SpecInvalid"),
         pytest.param(
-            {"columns": ["row_id", "even"], "ragged": ["even"]}, 64, "UnsupportedColumn", marks=pytest.mark.soak
+            {"columns": ["row_id", "even"], "ragged": ["even"]}, {}, 64, "UnsupportedColumn", marks=pytest.mark.soak
         ),
-        pytest.param({"store": "/proc/version/store"}, 74, "StoreUnavailable", marks=pytest.mark.soak),
+        pytest.param({"store": "/proc/version/store"}, {}, 74, "StoreUnavailable", marks=pytest.mark.soak),
     ],
 )
-def test_bad_input_ends_at_once(campaign: Arena, changes: dict[str, Any], code: int, kind: str) -> None:
-    """A bad setting is one error event and its exit status. Nothing is claimed, and no rank remains."""
-    launch = campaign.launch(campaign.spec("bad-input", **changes))
+def test_bad_input_ends_at_once(
+    campaign: Arena, changes: dict[str, Any], request_of: dict[str, str], code: int, kind: str
+) -> None:
+    """A bad setting or request is one error event and its exit status. Nothing is claimed, and no rank remains."""
+    launch = campaign.launch(campaign.spec("bad-input", **changes), **request_of)
     assert launch.wait() == code
+    assert all(name in launch.of("error")[0]["message"] for name in request_of)
     assert [event["kind"] for event in launch.events if event["event"] != "alive"] == [kind]
     assert campaign.rows("bad-input") == []
 
@@ -58,11 +62,3 @@ def test_unreachable_catalog_ends_at_once(campaign: Arena) -> None:
     launch = campaign.launch(spec.model_copy(update={"lakehouse": lakehouse}))
     assert launch.wait() == 69
     assert uri in launch.of("error")[0]["message"]
-
-
-def test_invalid_request_is_named(campaign: Arena) -> None:
-    """A request with an unknown setting ends with the status of bad input."""
-    launch = campaign.launch(campaign.spec("unclear"), colour="red")
-    assert launch.wait() == 64
-    assert launch.of("error")[0]["kind"] == "SpecInvalid"
-    assert "colour" in launch.of("error")[0]["message"]

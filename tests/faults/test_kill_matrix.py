@@ -40,7 +40,6 @@ def check_cell(campaign: Arena, engine: str, mode: str, *phases: str) -> None:
     launch = campaign.launched(spec)
     resumed = [step if phase == "after-commit" else step - EVERY for phase, step in deaths.items()]
     assert [event["step"] for event in launch.of("attempt")] == [0, *resumed]
-
     steps = list(range(EVERY, last + 1, EVERY))
     assert [row.step for row in campaign.lineage(run)] == steps
     assert len(campaign.rows(run, CheckpointRow)) == len(steps)
@@ -52,11 +51,6 @@ def check_cell(campaign: Arena, engine: str, mode: str, *phases: str) -> None:
     assert {step: sorted(rows) for step, rows in campaign.recorded(run).items()} == {
         end: sorted(row for step in range(end - EVERY + 1, end + 1) for row in journal[step]) for end in steps
     }
-    check_repetition(campaign, run, deaths)
-
-
-def check_repetition(campaign: Arena, run: str, deaths: dict[str, int]) -> None:
-    """Check that each attempt repeats the steps of a dead one with the same rows and losses."""
     tries: dict[int, dict[tuple[int, int], object]] = {}
     for entry in campaign.entries(run):
         tries.setdefault(entry["attempt"], {})[entry["rank"], entry["step"]] = (entry["rows"], entry["loss"])

@@ -74,31 +74,6 @@ def launch_under(
         process.wait()
 
 
-def wait_for_ranks(campaign: Arena, launch: LaunchedRun, run: str) -> list[psutil.Process]:
-    """Wait until the run has committed a checkpoint, and return its ranks."""
-
-    def committed() -> bool:
-        assert launch.process.poll() is None, launch.log.read_text()[-3000:]
-        return len(campaign.entries(run)) >= 24 and bool(campaign.rows(run, CheckpointRow))
-
-    wait_until(committed, what="a checkpoint")
-    ranks = launch.ranks()
-    assert len(ranks) == 2
-    return ranks
-
-
-def check_left_and_finish(campaign: Arena, launcher: str, run: str, notice: str) -> None:
-    """Check that the head is the last step before the notice, and that the same launcher finishes the run exactly."""
-    head = campaign.lineage(run)[-1]
-    assert head.reason == notice
-    assert head.step == max(entry["step"] for entry in campaign.entries(run)) < 63
-    with launch_under(campaign, launcher, run) as again:
-        assert again.process.wait(timeout=200) == 0, again.log.read_text()[-3000:]
-    journal = campaign.journal(run)
-    assert sorted(row for rows in journal.values() for row in rows) == list(range(2000))
-    assert campaign.rows(run, FinishRow)
-
-
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("launcher", "to", "number", "notice"),
@@ -120,7 +95,14 @@ def test_notice_causes_emergency_checkpoint(
     with metadata_server() as (url, gone, _):
         changes: dict[str, Any] = {} if number else {"termination_url": url}
         with launch_under(campaign, launcher, run, pause_s=0.2, **changes) as launch:
-            ranks = wait_for_ranks(campaign, launch, run)
+
+            def committed() -> bool:
+                assert launch.process.poll() is None, launch.log.read_text()[-3000:]
+                return len(campaign.entries(run)) >= 24 and bool(campaign.rows(run, CheckpointRow))
+
+            wait_until(committed, what="a checkpoint")
+            ranks = launch.ranks()
+            assert len(ranks) == 2
             if number:
                 os.kill(launch.process.pid if to == "launcher" else ranks[1].pid, number)
             else:
@@ -128,15 +110,19 @@ def test_notice_causes_emergency_checkpoint(
             check_gone(ranks)
             assert launch.process.wait(timeout=60) == 0 or number, launch.log.read_text()[-3000:]
             assert f"asked to exit ({notice})" in launch.log.read_text()
-    check_left_and_finish(campaign, launcher, run, notice)
+    head = campaign.lineage(run)[-1]
+    assert head.reason == notice
+    assert head.step == max(entry["step"] for entry in campaign.entries(run)) < 63
+    with launch_under(campaign, launcher, run) as again:
+        assert again.process.wait(timeout=200) == 0, again.log.read_text()[-3000:]
+    journal = campaign.journal(run)
+    assert sorted(row for rows in journal.values() for row in rows) == list(range(2000))
+    assert campaign.rows(run, FinishRow)
 
 
 @pytest.mark.soak
 def test_relaunch_by_torchrun_leaves_incident(campaign: Arena) -> None:
-    """A rank killed under torchrun is an incident with its detector, time, lost work and resume point.
-
-    So is a run with a lost launcher that an operator starts again. The time until the start is not the recovery's.
-    """
+    """A rank killed under torchrun, or a launch that an operator repeats, is an incident with detector, time and lost work."""
     run = "torchrun-incidents"
     with launch_under(campaign, "torchrun", run, max_restarts=1, pause_s=0.1) as launch:
         wait_until(partial(_commits, campaign, run, 1), what="a checkpoint of attempt 1")

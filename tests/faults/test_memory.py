@@ -28,15 +28,8 @@ _STEPS = 60
 
 def spec_of(arena: Arena, run: str, program: str = "train_tiny.py", **changes: Any) -> JobSpec:
     """Return a spec of a run that keeps a state after each step, and whose checkpoints are far between."""
-    chosen = {
-        "memory": "/dev/shm",
-        "memory_every_steps": 1,
-        "every_steps": 40,
-        "pause_s": 0.03,
-        "steps": _STEPS,
-        **changes,
-    }
-    return arena.spec(run, program, **chosen)
+    kept = {"memory": "/dev/shm", "memory_every_steps": 1, "every_steps": 40, "pause_s": 0.03, "steps": _STEPS}
+    return arena.spec(run, program, **{**kept, **changes})
 
 
 def kill_rank(arena: Arena, run: str, launch: Launch, rank: int, *, step: int) -> dict[str, Any]:
@@ -81,7 +74,8 @@ def test_killed_rank_costs_two_batches(campaign: Arena) -> None:
     assert [row.memory_of for row in campaign.rows(run, ClaimRow)] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("point_s", [None, pytest.param(2.0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("point_s", [None, 2.0])
 def test_states_follow_cost_and_failures(campaign: Arena, point_s: float | None, tmp_path: Path) -> None:
     """A rank is killed after 100 steps in 5 s: a state is up to 10 s old, or 2 s as set. After the failure states are denser."""
     run, found = f"memory-paced-{point_s}", list[int]()
@@ -160,28 +154,12 @@ def test_stop_request_still_takes_checkpoint(campaign: Arena) -> None:
     assert not folder.exists()
 
 
-def damage_states(folder: Path, damage: str) -> None:
-    """Damage all whole states in a folder."""
-    for slot in [state.folder for state in read_states(folder)]:
-        if damage == "seal":
-            (slot / "rank-00001.sealed").unlink()
-        elif damage == "file":
-            os.truncate(slot / "rng-00000.pt", 100)
-        elif damage == "nan":
-            _poison(slot / "torch-state.pt")
-    if damage == "writable":
-        folder.parent.chmod(0o777)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "damage", ["file", "nan", *(pytest.param(each, marks=pytest.mark.soak) for each in ("seal", "writable", "rewind"))]
 )
 def test_unusable_state_is_not_used(campaign: Arena, damage: str, tmp_path: Path) -> None:
-    """A shorter file, weights that became NaN, no seal, a folder that others may write, and the branch that a rewind left.
-
-    The checkpoint is read.
-    """
+    """A cut file, NaN in weights, no seal, a folder others may write, a rewound branch: the checkpoint is read instead."""
     run = f"memory-{damage}"
     spec = spec_of(campaign, run, every_steps=10, memory=str(tmp_path))  # other tests share the user's folder
     launch = campaign.launch(spec)
@@ -191,7 +169,19 @@ def test_unusable_state_is_not_used(campaign: Arena, damage: str, tmp_path: Path
     folder = memory_folder(spec)
     assert folder is not None
     assert read_states(folder)
-    damage_states(folder, damage)
+    for slot in [state.folder for state in read_states(folder)]:
+        if damage == "seal":
+            (slot / "rank-00001.sealed").unlink()
+        elif damage == "file":
+            os.truncate(slot / "rng-00000.pt", 100)
+        elif damage == "nan":
+            file = MemoryFile(slot / "torch-state.pt", is_mapped=False)
+            state = torch.load(slot / "torch-state.pt", weights_only=True)
+            state["model"]["weight"].fill_(float("nan"))
+            file.overwrite(state)
+            file.close()
+    if damage == "writable":
+        folder.parent.chmod(0o777)
     if damage == "rewind":
         rewind_run(campaign.lakehouse, run, nonce="back", target=10, spec=spec)
     try:
@@ -219,10 +209,7 @@ def test_read_only_memory_ends_no_run(campaign: Arena) -> None:
 @pytest.mark.parametrize("damaged", ["manifest", pytest.param("folder", marks=pytest.mark.soak)])
 @pytest.mark.parametrize("only", [True, False])
 def test_damaged_head_leaves_memory(campaign: Arena, damaged: str, only: bool) -> None:
-    """All ranks are killed, and the manifest of the head changes: the run resumes from memory, and quarantines the head later.
-
-    The next checkpoint continues the head, and records its damage. No row is repeated that the state has.
-    """
+    """All ranks die and the head is damaged: the run resumes from memory, quarantines the head later, and repeats no row."""
     run = f"memory-head-damaged-{damaged}-{only:d}"
     spec = spec_of(campaign, run, every_steps=20 if only else 10, deadlock_at=24, keep_last=2, pause_s=0.01)
     launch, folder = campaign.launch(spec), memory_folder(spec)
@@ -293,10 +280,7 @@ def kill_held(arena: Arena, launch: Launch, spec: JobSpec, victim: str, phase: s
 @pytest.mark.parametrize("victim", ["rank", "ranks", "supervisor"])
 @pytest.mark.parametrize("repeats", [False, True])
 def test_death_in_recovery_keeps_state(campaign: Arena, victim: str, repeats: bool) -> None:
-    """Attempts die while they load the state, and in their first step: the next one resumes from the state again.
-
-    After the second death in the load no state is taken. The incidents count the rows that the ranks trained again.
-    """
+    """Attempts that die in the load or in their first step leave the state to the next one. A second one does not."""
     run = f"memory-dies-{victim}-{repeats:d}"
     held = {"holds_loading": "2,3" if repeats else "2", "holds_training": "" if repeats else "3,4"}
     limits: dict[str, Any] = {"attempts_without_progress": 5, "memory_every_steps": 5, "pause_s": 0.01}
@@ -314,11 +298,3 @@ def test_death_in_recovery_keeps_state(campaign: Arena, victim: str, repeats: bo
     assert [row.memory_step for row in claims] == ([0, 25, 25, 0] if repeats else [0, 25, 25, 25, 25])
     assert repeated_rows(campaign, run) == (27 if repeats else 2) * _BATCH
     assert sum(each.rows_replayed for each in recoveries_of(campaign.lakehouse, run)) == repeated_rows(campaign, run)
-
-
-def _poison(path: Path) -> None:
-    state = torch.load(path, weights_only=True)
-    state["model"]["weight"].fill_(float("nan"))
-    file = MemoryFile(path, is_mapped=False)
-    file.overwrite(state)
-    file.close()

@@ -1,7 +1,4 @@
-"""Nodes keep states in memory for each other: a lost rank or node costs two batches, and no checkpoint is read.
-
-All nodes are processes on this node. Each has a separate folder in shared memory, which is removed with the node.
-"""
+"""Nodes, which are processes here, keep states in memory for each other: a lost one costs two batches and no checkpoint."""
 
 import shutil
 import tempfile
@@ -17,8 +14,7 @@ from dlac_pipeline.lakehouse.ledger.typed_rows import CheckpointRow, ClaimRow
 from dlac_pipeline.memory_states.states import copied_step, memory_folder, read_states
 from dlac_pipeline.spec.job_spec import JobSpec
 from tests.conftest import Arena, Launch, wait_until
-from tests.launched_nodes import leader_of
-from tests.ports import own_port
+from tests.launched_nodes import job, leader_of
 
 
 @dataclass
@@ -132,23 +128,9 @@ def nodes(campaign: Arena) -> Iterator[Callable[..., Nodes]]:
     with tempfile.TemporaryDirectory(prefix="dlac-nodes-", dir="/dev/shm") as home:
 
         def make(run: str, program: str = "train_tiny.py", **changes: Any) -> Nodes:
-            chosen = {
-                "nodes": "2",
-                "nproc_per_node": 1,
-                "rendezvous": f"127.0.0.1:{own_port()}",
-                "gather_timeout_s": 60,
-                "last_call_s": 1,
-                "node_timeout_s": 3,
-                "memory": home,
-                "memory_every_steps": 1,
-                "every_steps": 25,
-                "batch_size": 24,
-                "steps": 60,
-                "noise": 0,
-                "pause_s": 0.05,
-                **changes,
-            }
-            return Nodes(campaign, campaign.spec(run, program, **chosen), Path(home))
+            states = {"nodes": "2", "node_timeout_s": 3, "memory": home, "memory_every_steps": 1, "every_steps": 25}
+            training = {"batch_size": 24, "passes": 2, "steps": 60, "pause_s": 0.05, "program": program}
+            return Nodes(campaign, job(campaign, run, **{**states, **training, **changes}), Path(home))
 
         yield make
         campaign.close()

@@ -1,8 +1,4 @@
-"""Nodes on a network that is cut: the nodes that reach each other resume, and an isolated node never commits.
-
-The catalog is a PostgreSQL server on the network, and so is the rendezvous. The checkpoint store is a shared folder that
-stays available, like a separate storage network. An isolated node could write to it, but must not commit a checkpoint.
-"""
+"""Nodes on a network that is cut, with its catalog and rendezvous: an isolated node, which has the store, never commits."""
 
 import time
 from collections.abc import Iterator
@@ -31,10 +27,7 @@ def network(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("how", ["lost", "isolated"])
 @pytest.mark.parametrize("who", ["the leader", "another one"])
 def test_missing_node_is_replaced(network: Network, who: str, how: str) -> None:
-    """Three nodes train, then two, then three again: with a new node, or with the unplugged one, which is plugged in again.
-
-    An isolated node commits nothing and ends its ranks.
-    """
+    """Three nodes train, then two, then three: with a new or the unplugged node, which commits nothing while isolated."""
     pause = {"pause_s": 0.4} if how == "lost" else {}  # the newcomer comes in time, also on a busy node
     spec = network.job(f"node-{how}", "2:3", **pause)
     for name in ("a", "b", "c"):

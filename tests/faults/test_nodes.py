@@ -1,7 +1,4 @@
-"""Nodes that train a run together join, exit and die. The run resumes on the available nodes, with the same batches.
-
-All nodes are processes on this node, with one catalog. tests/faults/test_network_cuts.py gives each a network.
-"""
+"""Nodes, which are processes of this node, join, exit and die. The run resumes on the others, with the same batches."""
 
 import os
 import re
@@ -126,10 +123,7 @@ def test_stop_ends_all_nodes(campaign: Arena, two_node_job: JobSpec) -> None:
 @pytest.mark.parametrize("has_time", [True, False])
 @pytest.mark.parametrize("who", ["the leader", "the other"])
 def test_preempted_rank_ends_its_node(campaign: Arena, two_node_job: JobSpec, who: str, has_time: bool) -> None:
-    """One of several spot instances is preempted: all ranks save a checkpoint, and the remaining node resumes.
-
-    If no checkpoint can be committed by the deadline, it repeats all steps since the last one.
-    """
+    """One of several spot instances is preempted: all ranks save a checkpoint if there is time, and the other node resumes."""
     run, env = two_node_job.run, {} if has_time else {"EXPECTED_S": "3600"}
     leader, other = train_together(campaign, job(campaign, run, program="train_sabotaged.py", env=env))
     leaves, stays = (leader, other) if who == "the leader" else (other, leader)

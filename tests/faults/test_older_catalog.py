@@ -1,7 +1,4 @@
-"""A catalog that an older backup replaces during a run, and one whose writer was killed.
-
-The run ends by name within seconds, and loses nothing.
-"""
+"""A catalog that an older backup replaces during a run, which ends by name, and one whose writer was killed."""
 
 import shutil
 import signal

@@ -70,10 +70,7 @@ def finish_exactly(campaign: Arena, run: str) -> Launch:
     ],
 )
 def test_notice_makes_one_checkpoint(campaign: Arena, to: str, notice: str) -> None:
-    """A signal to one rank, or to the whole tree as of batch systems, or status 200 of the URL with its headers.
-
-    All ranks exit after one checkpoint of the same step. The supervisor does not launch them again.
-    """
+    """A signal to one rank or the whole tree, or the URL's answer: all ranks exit after one checkpoint, with no new launch."""
     run, start = f"noticed-{to.replace(' ', '-')}-{notice}", "spawn" if "spawned" in to else "fork"
     with metadata_server() as (url, gone, tokens):
         endpoint: dict[str, Any] = (

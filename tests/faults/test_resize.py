@@ -34,7 +34,6 @@ def test_run_resumes_with_other_world_size(campaign: Arena, engine: str, world_s
         assert launch.wait() == 0, launch.stderr
         assert launch.of("ended")[0]["ending"] == "stopped"
     campaign.launched(campaign.spec(run, program, world_size=world_sizes[-1], **settings))
-
     assert {row.world_size for row in campaign.lineage(run)} == set(world_sizes)
     reference = campaign.journal("reference")
     assert campaign.journal(run) == {step: reference[step] for step in range(1, 41)}

@@ -4,23 +4,11 @@ import signal
 import pytest
 
 from dlac_pipeline.lakehouse.ledger.recoveries import recoveries_of
-from tests.conftest import Arena, Launch
+from tests.conftest import Arena
 from tests.faults.test_preemption import check_gone
 
 STEPS = 40
 """Of a run whose launches are stopped: enough for several checkpoints."""
-
-
-def finish_and_compare(campaign: Arena, run: str) -> Launch:
-    """Launch the run again. Check that it resumes, finishes, and equals the undisturbed run."""
-    again = campaign.launched(campaign.spec(run, steps=STEPS))
-    shares = [event["bytes"] / event["of"] for event in again.of("verifying")]
-    assert shares == sorted(shares)
-    assert (shares[0], shares[-1]) == (0.0, 1.0)
-    reference = campaign.journal("reference")
-    assert campaign.journal(run) == {step: reference[step] for step in range(1, STEPS + 1)}
-    assert campaign.losses(run) == campaign.losses("reference")[:STEPS]
-    return again
 
 
 @pytest.mark.parametrize(
@@ -42,7 +30,13 @@ def test_stop_makes_checkpoint_and_ends(campaign: Arena, number: signal.Signals,
     (ended,) = launch.of("ended")
     assert ended["ending"] == "stopped"
     assert campaign.lineage(run)[-1].step == ended["step"] == launch.of("stopped")[0]["step"]
-    again = finish_and_compare(campaign, run)
+    again = campaign.launched(campaign.spec(run, steps=STEPS))
+    shares = [event["bytes"] / event["of"] for event in again.of("verifying")]
+    assert shares == sorted(shares)
+    assert (shares[0], shares[-1]) == (0.0, 1.0)
+    reference = campaign.journal("reference")
+    assert campaign.journal(run) == {step: reference[step] for step in range(1, STEPS + 1)}
+    assert campaign.losses(run) == campaign.losses("reference")[:STEPS]
     assert again.of("attempt")[0]["step"] == ended["step"]
     assert recoveries_of(campaign.lakehouse, run) == []  # nothing had failed
 

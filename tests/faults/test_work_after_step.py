@@ -19,10 +19,7 @@ def entries(arena: Arena, run: str) -> dict[int, dict[str, Any]]:
     ("memory", "copying", "resumed"), [("", "", [10]), ("/dev/shm", "", [16]), ("/dev/shm", "7,8", [6, 7])]
 )
 def test_work_after_step_is_restored(arena: Arena, memory: str, copying: str, resumed: list[int]) -> None:
-    """Schedule, average and evaluation after a step give the numbers of an undisturbed run, after SIGKILLs too.
-
-    A rank that dies while a state is copied beside training resumes from the state before, also in the recovery from that.
-    """
+    """Schedule, average and evaluation after a step are an undisturbed run's, after SIGKILLs during copies of states too."""
     arena.table(appends=(1000,))
     settings: dict[str, Any] = {"passes": 1, "every_steps": 10, "memory": memory, "memory_every_steps": 1, "dies_at": 0}
     for run, dies in (("undisturbed", {}), ("killed", {"dies_copying": copying} if copying else {"dies_at": 17})):

@@ -39,18 +39,15 @@ def test_frozen_attempt_is_fenced_by_takeover(campaign: Arena) -> None:
     old.wait_for("checkpoint")
     ranks = freeze(old)
     before = rows_of_attempt(campaign, run, 1)
-
     refused = campaign.launch(spec, wait_s=0.2)
     assert refused.wait() == 81
     assert f"process {old.process.pid}" in refused.of("error")[0]["message"]
-
     new = campaign.launch(spec, takeover=True, wait_s=0.2)
     new.wait_for("attempt")
     old.signal_all(signal.SIGCONT)
     check_refused(old, ranks)
     refused = campaign.launch(spec)
     assert refused.wait() == 81, "the lock is the new holder's"
-
     assert new.wait() == 0, new.stderr
     assert rows_of_attempt(campaign, run, 1) == before
     assert campaign.journal(run) == campaign.journal("reference")
@@ -65,10 +62,7 @@ def files_of(campaign: Arena, run: str) -> dict[str, int]:
 
 @pytest.mark.slow
 def test_frozen_coordinator_cannot_commit(campaign: Arena) -> None:
-    """It has verified that it owns the run. The run is then taken over and finished, and its commit is still refused.
-
-    The commit would retire the first checkpoint. Every file stays.
-    """
+    """It has verified that it owns the run, which is taken over and finished. Its commit is refused, and every file stays."""
     run, env = "zombie-in-commit", {"SABOTAGE": "stop-before-commit@30"}
     spec = campaign.spec(run, "train_sabotaged.py", env=env, passes=1, keep_last=2)
     old = campaign.launch(spec)
@@ -77,7 +71,6 @@ def test_frozen_coordinator_cannot_commit(campaign: Arena) -> None:
     while coordinator.status() != psutil.STATUS_STOPPED:
         assert old.process.poll() is None
     ranks = freeze(old)
-
     keeping = spec.model_copy(update={"checkpoint": spec.checkpoint.model_copy(update={"keep_last": 0})})
     campaign.launched(keeping, takeover=True)
     before, files = campaign.rows(run), files_of(campaign, run)

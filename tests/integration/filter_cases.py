@@ -1,7 +1,4 @@
-"""Random tables and random filters, with an oracle that decides every row in plain Python by SQL's three-valued logic.
-
-Values are kept as the oracle compares them: dates and times as integers since 1970 in the unit of their type.
-"""
+"""Random tables and filters, with an oracle in plain Python. It has dates and times as integers in the unit of their type."""
 
 import struct
 import uuid

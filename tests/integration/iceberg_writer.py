@@ -1,8 +1,4 @@
-"""Iceberg tables written by hand, with every kind of delete.
-
-pyiceberg writes neither delete files nor format v3, so manifests, manifest lists and metadata are put together here from
-its Avro writer and schemas. Sequence numbers, partitions and field ids are whatever a test chooses.
-"""
+"""Iceberg tables written by hand, as pyiceberg writes no deletes and no v3, with any sequence numbers and field ids."""
 
 import json
 import uuid

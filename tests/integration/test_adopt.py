@@ -109,10 +109,7 @@ def test_safetensors_begin_a_run(arena: Arena) -> None:
 def begin(
     arena: Arena, spec: JobSpec, *, nested: bool = False, schedule: bool = True, frozen: bool = False
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Train the run to its end. Return weights and optimizer that it started with. A `nested` layer has two names.
-
-    With `frozen` no step changes them.
-    """
+    """Train to the end, unless `frozen`. Return weights and optimizer of the start. A `nested` layer has two names."""
     with arena.training_run(spec) as run:
         layer = torch.nn.Linear(4, 1)
         model = torch.nn.ModuleDict({"model": layer, "again": layer}) if nested else layer

@@ -4,7 +4,6 @@ import json
 import re
 from pathlib import Path
 
-import duckdb
 import numpy as np
 import pytest
 
@@ -39,24 +38,6 @@ def test_the_audit_of_a_finished_run_is_exact(lake: Lake, run: str) -> None:
     assert report.rows_excluded == ROWS - live > 60
     assert report.attempts == report.recoveries + 1 == (2 if run == "faulty" else 1)
     assert json.loads(json.dumps(report.to_json()))["exact"] is True
-
-
-def test_consumed_equals_journal_at_every_checkpoint(lake: Lake, audit: duckdb.DuckDBPyConnection) -> None:
-    """`consumed` and `touched` say of each row of each data file what the training function saw up to each checkpoint."""
-    answers = rows_of(
-        audit,
-        "SELECT c.run, c.step, s.row_id, consumed(s.file, s.file_row, c.checkpoint_id) AS consumed, "
-        "touched('file://' || s.file, s.file_row, c.checkpoint_id) AS touched "
-        "FROM lineage AS c, source_rows AS s WHERE c.run IN ('reference', 'faulty')",
-    )
-    seen = {(run, step): rows for run in ("reference", "faulty") for step, rows in lake.journal(run).items()}
-    upto: dict[tuple[str, int], set[int]] = {}
-    for run, step in sorted(seen):
-        upto[run, step] = upto.get((run, step - 1), set()) | set(seen[run, step])
-    assert len(answers) == ROWS * len({(row["run"], row["step"]) for row in answers}) > 10 * ROWS
-    wrong = [row for row in answers if row["consumed"] is not (row["row_id"] in upto[row["run"], row["step"]])]
-    assert wrong == []
-    assert all(row["touched"] is row["consumed"] for row in answers)
 
 
 @pytest.mark.slow

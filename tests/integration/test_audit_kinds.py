@@ -85,7 +85,7 @@ def test_consumed_and_touched_agree_with_the_tensors(workshop: Workshop, opened:
     answers = rows_of(
         connection,
         "SELECT c.step, s.row_id, bool_or(consumed(s.file, s.file_row, c.checkpoint_id)) AS consumed, "
-        "bool_or(touched(s.file, s.file_row, c.checkpoint_id)) AS touched "
+        "bool_or(touched('file://' || s.file, s.file_row, c.checkpoint_id)) AS touched "
         "FROM lineage AS c, source_rows AS s GROUP BY c.step, s.row_id",
     )
     seen = {step: workshop.seen_until(run, step) for step in {answer["step"] for answer in answers}}

@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain, repeat
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -20,7 +19,6 @@ from dlac_pipeline.lakehouse.iceberg.pins import hold, remove_pin
 from dlac_pipeline.lakehouse.iceberg.safe_commit import GuardedSqlCatalog
 from dlac_pipeline.lakehouse.iceberg.snapshots import pin, pin_tag, snapshot_of
 from dlac_pipeline.lakehouse.retrying import retrying
-from tests.empty_lakehouse import empty_lakehouse
 
 ROWS = pa.table({"k": pa.array([1, 2, 3], pa.int64())})
 LOST = 5
@@ -29,11 +27,10 @@ Commit = Callable[..., CommitTableResponse]
 
 
 @pytest.fixture
-def lakehouse(tmp_path: Path) -> Lakehouse:
-    """A lakehouse with a source table."""
-    made = empty_lakehouse(tmp_path / "home")
-    made.catalog.create_table("src.t", ROWS.schema)
-    return made
+def lakehouse(lakehouse: Lakehouse) -> Lakehouse:
+    """A lakehouse with an empty source table."""
+    lakehouse.catalog.create_table("src.t", ROWS.schema)
+    return lakehouse
 
 
 def append(lakehouse: Lakehouse) -> int:

@@ -37,16 +37,6 @@ def interrupts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def unreachable_run(instance: dg.DagsterInstance, arena: Arena, name: str) -> str:
-    """A run that trains and whose code server was killed: its socket is left."""
-    server = arena.home / f"server-{name}"
-    with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(str(server))
-        listening.listen()
-    tags = {".dagster/grpc_info": json.dumps({"host": "localhost", "socket": str(server)})}
-    return dagster_run(instance, arena.spec(name), dg.DagsterRunStatus.STARTED, tags=tags).run_id
-
-
 def found(instance: dg.DagsterInstance, run_id: str) -> dg.DagsterRun:
     """The run as it is now."""
     run = instance.get_run_by_id(run_id)
@@ -56,7 +46,12 @@ def found(instance: dg.DagsterInstance, run_id: str) -> dg.DagsterRun:
 
 def test_unreachable_run_is_interrupted_once(arena: Arena, instance: dg.DagsterInstance, interrupts: list[int]) -> None:
     """Its process is interrupted after an outage of the storage, and only once: the second time would kill its trainer."""
-    run_id = unreachable_run(instance, arena, "r")
+    server = str(arena.home / "server")  # it was killed, and its socket is left
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(server)
+        listening.listen()
+    tags = {".dagster/grpc_info": json.dumps({"host": "localhost", "socket": server})}
+    run_id = dagster_run(instance, arena.spec("r"), dg.DagsterRunStatus.STARTED, tags=tags).run_id
     away = Mock(wraps=instance, daemon_cursor_storage=instance.daemon_cursor_storage)
     away.get_run_by_id.side_effect = chain(repeat(OSError("the database is away"), 5), repeat(DEFAULT))
     with closing(Heartbeat(away, run_id)):

@@ -113,7 +113,6 @@ def test_snapshot_sensor_asks_once_for_each(arena: Arena, home: Path, instance: 
     """Its run key names the snapshots: what a person cancelled is not asked for again until more is appended."""
     arena.table(appends=(600,))
     spec = following(arena, "sensed")
-
     [before] = asked(instance)
     arena.train(spec, until=8)
     assert asked(instance) == [before]  # Dagster has seen the key and launches nothing

@@ -97,6 +97,7 @@ def test_stateful_loader_resumes_by_its_state(datasets: Datasets, kind: str, wor
         assert found + seen(loader) == whole
 
 
+@pytest.mark.slow
 def test_stateful_loader_keeps_worker_count(datasets: Datasets) -> None:
     """The state of one of two workers is refused where there are none; the dataset's own state fits anywhere."""
     loader = stateful(datasets.open(), 2)

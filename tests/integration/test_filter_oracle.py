@@ -10,7 +10,7 @@ from pyiceberg.table import Table
 
 from dlac_pipeline.lakehouse.iceberg.row_groups import row_groups_of
 from dlac_pipeline.lakehouse.iceberg.snapshots import snapshot_of
-from tests.integration.filter_cases import Case, make_case, make_filter
+from tests.integration.filter_cases import make_case, make_filter
 from tests.integration.iceberg_oracle import live_positions
 
 SEEDS = st.integers(0, 2**32)
@@ -23,24 +23,19 @@ def selected(table: Table, row_filter: str, exclude: tuple[str, ...] = ()) -> se
     return {(path, position) for path, positions in live.items() for position in positions}
 
 
-def check_filter(case: Case, table: Table, merged: Table, random: Random) -> None:
-    """Compare the rows that a random filter selects: with statistics, as an exclusion, and after compaction."""
-    text, decide = make_filter(random, case)
-    decided = [decide(row) is True for row in case.rows]
-    wanted = {place for place, true in zip(case.places, decided, strict=True) if true}
-    assert selected(table, text) == wanted, text
-    assert selected(table, "", (text,)) == set(case.places) - wanted, f"exclude {text}"
-    found = {position for _, position in selected(merged, text)}
-    assert found == {position for position, true in enumerate(decided) if true}, f"merged {text}"
-
-
 def check_table(seed: int, root: Path, filters: int) -> None:
-    """Compare `filters` random filters on one random table."""
+    """Compare what random filters select of a random table: with statistics, as exclusions, and after compaction."""
     random = Random(seed)
     case = make_case(random, root)
     table, merged = case.hand.table, case.merged.table
     for _ in range(filters):
-        check_filter(case, table, merged, random)
+        text, decide = make_filter(random, case)
+        decided = [decide(row) is True for row in case.rows]
+        wanted = {place for place, true in zip(case.places, decided, strict=True) if true}
+        assert selected(table, text) == wanted, text
+        assert selected(table, "", (text,)) == set(case.places) - wanted, f"exclude {text}"
+        found = {position for _, position in selected(merged, text)}
+        assert found == {position for position, true in enumerate(decided) if true}, f"merged {text}"
 
 
 @settings(max_examples=8)

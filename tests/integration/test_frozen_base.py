@@ -77,7 +77,7 @@ def wait_for_folders(arena: Arena, *steps: int) -> None:
 
 
 @ENGINES
-@pytest.mark.parametrize("places", ["one", "two", pytest.param("bucket", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("places", ["one", *(pytest.param(each, marks=pytest.mark.slow) for each in ("two", "bucket"))])
 def test_base_is_stored_once(arena: Arena, places: str, engine: Any, store: ObjectStore) -> None:
     """Four checkpoints take one base in each place. The next attempt resumes from the last one, equal in every bit."""
     bucket: dict[str, Any] = {"store": "s3://lake/checkpoints", "store_properties": store.properties()}

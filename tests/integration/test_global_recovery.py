@@ -89,7 +89,6 @@ def test_attempt_begun_during_decision_stays(arena: Arena, home: Path, instance:
     dead = dagster_run(instance, spec, DIED)
     ledger = Ledger(arena.lakehouse)
     [attempt] = [row.attempt for row in ledger.rows(spec.run, kinds=(ClaimRow,))]
-
     original = Ledger.rows
 
     def read(*args: Any, **kwargs: Any) -> Any:

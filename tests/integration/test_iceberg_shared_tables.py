@@ -94,7 +94,13 @@ def test_live_rows_are_those_that_duckdb_finds(name: str, monkeypatch: pytest.Mo
     ours = live_rows(table)
     with duckdb.connect() as connection:
         connection.execute("SET TimeZone = 'UTC'")
-        theirs = rows or _by_position(live)
+        theirs = rows or " UNION ALL BY NAME ".join(
+            f"SELECT * FROM read_parquet('{path}', file_row_number = true) WHERE file_row_number IN ({str(places)[1:-1]})"
+            if len(places) < 100
+            else f"SELECT * FROM read_parquet('{path}')"  # whole files: the positions were compared before
+            for path, places in live.items()
+            if places
+        )
         columns = ", ".join(f'"{one}"' for one in ours.column_names)
         connection.register("ours", _uuids(ours))
         hashed = f"SELECT count(*), bit_xor(hash(t::VARCHAR)) FROM (SELECT {columns} FROM ({{}})) AS t"
@@ -102,18 +108,6 @@ def test_live_rows_are_those_that_duckdb_finds(name: str, monkeypatch: pytest.Mo
     assert hashes[0] == hashes[1]
     assert hashes[0] is not None
     assert hashes[0][0] == count
-
-
-def _by_position(live: dict[str, list[int]]) -> str:
-    """SQL for the live rows of files whose columns are the table's."""
-    queries = (
-        f"SELECT * FROM read_parquet('{path}', file_row_number = true) WHERE file_row_number IN ({str(rows)[1:-1]})"
-        if len(rows) < 100
-        else f"SELECT * FROM read_parquet('{path}')"  # whole files: the positions were compared before
-        for path, rows in live.items()
-        if rows
-    )
-    return " UNION ALL BY NAME ".join(queries)
 
 
 def _uuids(table: pa.Table) -> pa.Table:

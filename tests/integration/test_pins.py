@@ -2,7 +2,6 @@ import json
 import secrets
 from dataclasses import asdict
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -16,20 +15,18 @@ from dlac_pipeline.lakehouse.errors import CatalogUnreachable, SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse
 from dlac_pipeline.lakehouse.iceberg.pins import hold, release_pins, remove_pin
 from dlac_pipeline.lakehouse.iceberg.safe_commit import GuardedSqlCatalog
-from dlac_pipeline.lakehouse.iceberg.snapshots import is_pinned, pin, pin_tag, snapshot_of
+from dlac_pipeline.lakehouse.iceberg.snapshots import pin, pin_tag, snapshot_of
 from dlac_pipeline.lakehouse.ledger.plans import PlanRow
 from dlac_pipeline.lakehouse.ledger.schemas import CONSUMPTION, PLANS
-from tests.empty_lakehouse import empty_lakehouse
 
 ROWS = pa.table({"k": pa.array([1, 2, 3], pa.int64())})
 
 
 @pytest.fixture
-def lakehouse(tmp_path: Path) -> Lakehouse:
+def lakehouse(lakehouse: Lakehouse) -> Lakehouse:
     """A lakehouse with an empty source table."""
-    made = empty_lakehouse(tmp_path / "home")
-    made.catalog.create_table("src.t", ROWS.schema)
-    return made
+    lakehouse.catalog.create_table("src.t", ROWS.schema)
+    return lakehouse
 
 
 def append(lakehouse: Lakehouse, name: str = "src.t") -> int:
@@ -247,20 +244,3 @@ def test_a_source_that_may_only_be_read(
     monkeypatch.setattr(GuardedSqlCatalog, "commit_table", refuse)
     with pytest.raises(error, match=message):
         hold(lakehouse, "src.t", snapshot, "tag")
-
-
-def test_pin_that_vanishes_is_set_again(lakehouse: Lakehouse, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tag that a racing expiry dropped right after it was made is missed at the second look, and made again."""
-    snapshot = append(lakehouse)
-    real, tagged = lakehouse.catalog.commit_table, []
-
-    def commit_table(*request: Any) -> Any:
-        answer = real(*request)
-        tagged.append(answer)
-        if len(tagged) == 1:
-            lakehouse.load("src.t").manage_snapshots().remove_tag(pin_tag(snapshot)).commit()
-        return answer
-
-    monkeypatch.setattr(lakehouse.catalog, "commit_table", commit_table)
-    assert pin(lakehouse, "src.t", snapshot) == pin_tag(snapshot)
-    assert is_pinned(lakehouse.load("src.t"), "src.t", snapshot)

@@ -51,16 +51,6 @@ def values_of(lakehouse: Lakehouse) -> dict[str, list[Any]]:
     return whole
 
 
-def rename_groups(path: Path) -> None:
-    """Rename the repeated groups of lists and maps, and their elements, in a file's footer, as old writers do."""
-    content = path.read_bytes()
-    length = int.from_bytes(content[-8:-4], "little")
-    footer = content[-8 - length :]
-    for name, other in _OTHER_NAMES.items():
-        footer = footer.replace(name, other)
-    path.write_bytes(content[: -8 - length] + footer)
-
-
 @pytest.mark.parametrize("form", ["item", "renamed"])
 def test_list_forms_are_read(arena: Arena, tmp_path: Path, form: str) -> None:
     """Lists and maps whose groups have other names than Iceberg's keep their values, beside files of the standard form."""
@@ -68,7 +58,12 @@ def test_list_forms_are_read(arena: Arena, tmp_path: Path, form: str) -> None:
     write(tmp_path / "pages/a.parquet", written)
     other = write(tmp_path / "pages/b.parquet", written, use_compliant_nested_type=False, store_schema=False)
     if form == "renamed":
-        rename_groups(write(other, written, store_schema=False))
+        content = write(other, written, store_schema=False).read_bytes()
+        length = int.from_bytes(content[-8:-4], "little")
+        footer = content[-8 - length :]
+        for name, renamed in _OTHER_NAMES.items():  # repeated groups, and their elements, as old writers name them
+            footer = footer.replace(name, renamed)
+        other.write_bytes(content[: -8 - length] + footer)
     paths = [other.read_bytes().find(name) for name in (b"item_no", b"item")]
     assert max(paths) > 0
     done = registered(arena, tmp_path / "pages")

@@ -240,7 +240,6 @@ def test_sensor_requests_new_files(arena: Arena, tmp_path: Path) -> None:
     register(arena.lakehouse, "docs.pages", str(tmp_path / "pages"))
     resource = LakehouseResource(**arena.lakehouse.config.model_dump())
     look: Any = build_registration_sensor(resource)
-
     assert isinstance(look(), dg.SkipReason)
     write(tmp_path, "pages/b.parquet", 100)
     [first], [second] = look(), look()

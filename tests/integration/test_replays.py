@@ -76,7 +76,7 @@ SECOND = {"table": "src.s", "columns": ["row_id"], "passes": 2, "weight": 0.7}
         # before the last checkpoint, and twice in the replays, once after a checkpoint
         ((6, 9, 10), [], (2, 5, 7, 9), {2: 8, 5: 11, 7: 10}),
         # one of two sources is read twice, in batches that straddle passes
-        ((11, 18), [SECOND], (4, 5, 7, 16), {4: 17, 5: 18, 7: 19, 16: 20}),
+        pytest.param((11, 18), [SECOND], (4, 5, 7, 16), {4: 17, 5: 18, 7: 19, 16: 20}, marks=pytest.mark.slow),
     ],
 )
 def test_skipped_rows_are_applied_once(

@@ -191,18 +191,20 @@ class Unloadable(torch.nn.Linear):
         return {**super().state_dict(*args, **kwargs), "extra": object()}
 
 
-def test_failed_vote_prevents_commit(spec: JobSpec, arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that cannot save its state votes no, and the checkpoint is not committed without it."""
-    monkeypatch.setattr(torch.nn, "Linear", Unloadable)
-    with pytest.raises(errors.SpecInvalid, match="extra"):
-        arena.train(spec)
-    assert arena.rows("r1", CheckpointRow) == []
-
-
-def test_missing_step_done_is_named(arena: Arena, spec: JobSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch that is never reported as done stops the run before the next batch, so that nothing is recorded unnoticed."""
-    monkeypatch.setattr("dlac_pipeline.train.training_run.TrainingRun.step_done", lambda self, loss: None)
-    with pytest.raises(errors.ScriptInvalid, match="step 1"):
+@pytest.mark.parametrize(
+    ("replaced", "by", "error", "named"),
+    [
+        ("torch.nn.Linear", Unloadable, errors.SpecInvalid, "extra"),
+        ("dlac_pipeline.train.training_run.TrainingRun.step_done", lambda *_: None, errors.ScriptInvalid, "step 1"),
+    ],
+    ids=["failed vote", "step not done"],
+)
+def test_missing_answer_prevents_commit(
+    arena: Arena, spec: JobSpec, replaced: str, by: Any, error: type[Exception], named: str
+) -> None:
+    """A rank that cannot save votes no. A batch that is never done stops the run, so that nothing is recorded unnoticed."""
+    arena.monkeypatch.setattr(replaced, by)
+    with pytest.raises(error, match=named):
         arena.train(spec)
     assert arena.rows("r1", CheckpointRow) == []
 

@@ -50,8 +50,7 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> KeyedWorkshop:
 @pytest.mark.parametrize(
     "kind",
     [
-        "packed",
-        pytest.param("transformed", marks=pytest.mark.slow),
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("packed", "transformed")),
         *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("mixed", "excluded", "followed")),
     ],
 )

@@ -22,13 +22,6 @@ from dlac_pipeline.plan.plan import Plan
 from dlac_pipeline.plan.planner import make_plan
 from dlac_pipeline.read.blocks import open_decoder
 from dlac_pipeline.spec.job_spec import SourceSpec
-from tests.empty_lakehouse import empty_lakehouse
-
-
-@pytest.fixture
-def lakehouse(tmp_path: Path) -> Lakehouse:
-    """An empty lakehouse."""
-    return empty_lakehouse(tmp_path)
 
 
 def made(lakehouse: Lakehouse, *files: pa.Table, **properties: str) -> Table:

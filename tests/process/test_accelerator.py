@@ -27,11 +27,7 @@ def results() -> Any:
 
 
 def test_batches_are_copied_on_own_stream(results: Any) -> None:
-    """The copies run on their own stream, and the host does not wait. The computation waits for them, and keeps their memory.
-
-    The reader reuses pageable memory, so an unfinished copy would have other rows in it. Neither a `Batch` nor a dict copies
-    `valid` again for a mean. Every batch needs its cursors on the host, for the state.
-    """
+    """Copies run on their own stream, and the computation waits for them. Pageable memory and cursors are copied at once."""
     found = results["batches"]
     one = ["copied to fake on copies"] * 3 + ["default waits for copies"] + ["used on default"] * 3
     assert found["copied"] == one + one
@@ -42,11 +38,7 @@ def test_batches_are_copied_on_own_stream(results: Any) -> None:
 
 
 def test_loss_is_read_late(results: Any) -> None:
-    """After the first step each loss is read in a later step. A flush reads all of them.
-
-    An attempt after a failure waits, so that it gets a device error in the step of its rows. A rank whose loss is a number,
-    such as a pipeline stage, sends messages for the same steps as every rank.
-    """
+    """After the first step each loss is read in a later step, or at a flush. An attempt after a failure waits for each one."""
     losses = results["losses"]
     assert losses["beats"] == [[2, 1, [1.0]], [4, 2, [2.0]]]
     assert losses["flushed"] == [[6, [3.0, 4.0, 5.0, 6.0]]]

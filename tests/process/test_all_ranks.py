@@ -67,7 +67,12 @@ class LaunchedNodes:
 @pytest.fixture(scope="module")
 def waiting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JobSpec]:
     """A job whose ranks wait for their exit status. One fork server starts the ranks of all tests."""
-    yield waiting_job(tmp_path_factory.mktemp("job"))
+    folder = tmp_path_factory.mktemp("job")
+    (folder / "script.py").write_text(WAITS)
+    order = {"batch_size": 4, "key_groups": 4, "steps": 1}
+    spec = small_spec(order=order, launch={"script": str(folder / "script.py")}).resolved(folder)
+    (Path(spec.checkpoint.local) / spec.run).mkdir(parents=True)
+    yield spec
     fork_server.end_server()
 
 
@@ -91,15 +96,6 @@ def launched_nodes(spec: JobSpec, folder: Path, count: int, *, timeout_s: int = 
         yield LaunchedNodes(groups, running_rounds)
 
 
-def waiting_job(folder: Path) -> JobSpec:
-    """Return a job whose ranks wait for their exit status."""
-    (folder / "script.py").write_text(WAITS)
-    order = {"batch_size": 4, "key_groups": 4, "steps": 1}
-    spec = small_spec(order=order, launch={"script": str(folder / "script.py")}).resolved(folder)
-    (Path(spec.checkpoint.local) / spec.run).mkdir(parents=True)
-    return spec
-
-
 def test_remote_progress_reaches_leader_folder(pair: LaunchedNodes) -> None:
     """Heartbeats by the leader's clock, and the batch in hand, reach the folder."""
     assert pair.all_ranks.heartbeats() == [None, None]
@@ -121,10 +117,7 @@ def test_remote_progress_reaches_leader_folder(pair: LaunchedNodes) -> None:
 
 
 def test_remote_heartbeat_is_copied_once(pair: LaunchedNodes) -> None:
-    """The heartbeat is sent again and again, with slightly different clocks, and stays the same.
-
-    A leader whose disk is full or unavailable for a moment copies it later.
-    """
+    """The heartbeat is sent again with other clocks, and stays the same. A leader with a full disk copies it later."""
     HeartbeatFile(pair.groups[1].folder, 1).write(7, Phase.TRAINING)
     folder = pair.groups[LEADER].folder
     folder.rename(moved := folder.with_name("moved"))

@@ -80,21 +80,6 @@ def fault_of(verdict: Verdict) -> str:
     return next((fault for fault, found in faults.items() if found), "")
 
 
-def check(arena: Arena, every: int) -> None:
-    """Fail with each of every so many inputs that was not refused by a message without a traceback."""
-    cases = bad_inputs(str(PROGRAM.with_name("train_tiny.py")), prepare(arena))[::every]
-    verdicts = try_inputs(arena.home, cases)
-    assert len(verdicts) == len(cases)
-    wrong = [
-        f"{fault_of(each)}: {each['kind']}: {each['name']}: {each['output'][-300:]!r} {each['made']}"
-        for each in verdicts
-        if fault_of(each)
-    ]
-    assert not wrong, f"{len(wrong)} of {len(cases)}\n" + "\n".join(wrong)
-    runs = {row["run"] for row in arena.lakehouse.read_own("consumption", columns=("run",)).to_pylist()}
-    assert runs == {FINISHED, LAUNCHED}
-
-
 def test_list_is_long_enough() -> None:
     """The list has at least 800 different inputs."""
     cases = bad_inputs("script.py", Made())
@@ -102,14 +87,20 @@ def test_list_is_long_enough() -> None:
     assert len({(case.kind, case.name) for case in cases}) == len(cases)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_some_bad_inputs_are_refused(arena: Arena) -> None:
-    """A sample of the bad inputs, of every kind, is refused by a message."""
-    check(arena, QUICK)
-
-
-@pytest.mark.soak
-def test_all_bad_inputs_are_refused(arena: Arena) -> None:
-    """No bad input causes a traceback, a missing message, a hang, or a written file or row."""
-    check(arena, 1)
+@pytest.mark.parametrize(
+    "every",
+    [pytest.param(QUICK, marks=[pytest.mark.slow, pytest.mark.timeout(600)]), pytest.param(1, marks=pytest.mark.soak)],
+)
+def test_bad_inputs_are_refused(arena: Arena, every: int) -> None:
+    """None of every so many inputs causes a traceback, a missing message, a hang, or a written file or row."""
+    cases = bad_inputs(str(PROGRAM.with_name("train_tiny.py")), prepare(arena))[::every]
+    verdicts = try_inputs(arena.home, cases)
+    assert len(verdicts) == len(cases)
+    wrong = [
+        f"{fault}: {each['kind']}: {each['name']}: {each['output'][-300:]!r} {each['made']}"
+        for each in verdicts
+        if (fault := fault_of(each))
+    ]
+    assert not wrong, f"{len(wrong)} of {len(cases)}\n" + "\n".join(wrong)
+    runs = {row["run"] for row in arena.lakehouse.read_own("consumption", columns=("run",)).to_pylist()}
+    assert runs == {FINISHED, LAUNCHED}

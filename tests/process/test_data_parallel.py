@@ -17,10 +17,7 @@ REFUSED = {
 
 
 def test_other_parallelism_is_refused(tmp_path: Path) -> None:
-    """Stages, split layers and ranks with weights of their own are named, with what to do, by both ranks.
-
-    DDP, FSDP2 and HSDP train, also if rank 0 alone has a further part, and so do split layers that the spec names.
-    """
+    """Stages, split layers and ranks with own weights are named by both ranks. DDP, FSDP2, HSDP and specified splits train."""
     results = run_program(
         2, str(PROGRAMS / "parallel_models.py"), OUT=str(tmp_path), PYTHONPATH=str(Path(__file__).parents[2])
     )

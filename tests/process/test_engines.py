@@ -187,10 +187,7 @@ def run_text(folder: Path, program: str, *arguments: str) -> None:
     "engine", ["TorchState", "DistributedState", pytest.param("deepspeed", marks=pytest.mark.slow)]
 )
 def test_buffers_of_ranks_are_restored(tmp_path: Path, engine: str) -> None:
-    """Each rank gets its own running mean of a BatchNorm back, where nothing synchronizes them, also in a wrapper.
-
-    DeepSpeed itself saves the first rank's, and makes none equal.
-    """
+    """Each rank gets its own running mean of a BatchNorm back, also in a wrapper, where DeepSpeed saves the first rank's."""
     run_text(tmp_path, OWN_BUFFERS, engine)
 
 

@@ -19,12 +19,7 @@ import pytest
         (
             "dlac_pipeline.extensions.look.run_state, dlac_pipeline.extensions.look.goodput",
             {
-                "torch",
-                "dagster",
-                "sqlglot",
-                "requests",
-                "matplotlib",
-                "pandas",
+                *("torch", "dagster", "sqlglot", "requests", "matplotlib", "pandas"),
                 "fsspec",
                 "dlac_pipeline.spec.job_spec",
             },
@@ -42,9 +37,7 @@ import pytest
     ids=["a supervisor", "a supervisor before its request", "a Dagster run", "a status", "a command", "a dataset"],
 )
 def test_quick_starts_import_little(module: str, unwanted: set[str]) -> None:
-    """Slow imports are left out. A supervisor starts the slow imports of its ranks before it imports the catalog. Each Dagster
-    run imports the definitions, and a recovery waits for them. The help of a command should appear at once.
-    """
+    """Commands, supervisors, ranks and Dagster runs, for which a person or a recovery waits, leave out slow imports."""
     code = f"import sys, {module}; print(sorted({unwanted!r} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"

@@ -272,11 +272,7 @@ def test_scripts_end_as_in_python(tmp_path: Path, start: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("start", STARTS)
 def test_scripts_start_as_in_python(tmp_path: Path, start: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Arguments are not changed, and a module next to the script hides a library of the same name.
-
-    Variables of another launcher do not determine the rank. PYTHONPATH counts. Standard input is empty, and processes of
-    the script start as without DLAC.
-    """
+    """Arguments, PYTHONPATH, modules beside the script, standard input and child processes are as without DLAC."""
     (tmp_path / "tenacity.py").write_text("own = True")
     (tmp_path / "library").mkdir()
     (tmp_path / "library" / "own_library.py").touch()
@@ -338,10 +334,7 @@ time.sleep(60)
 
 @pytest.mark.parametrize("start", STARTS)
 def test_everything_ends_with_supervisor(tmp_path: Path, start: str) -> None:
-    """When a supervisor is killed, its suspended rank, the processes of that rank and the fork server end.
-
-    The ranks do not run the supervisor's own script again.
-    """
+    """A suspended rank, its processes and the fork server end with their supervisor, whose script the ranks do not run."""
     spec = spec_of(tmp_path, PARENT, start=start)
     (tmp_path / "supervisor.py").write_text(SUPERVISOR)
     command = [sys.executable, str(tmp_path / "supervisor.py"), spec.model_dump_json(), str(tmp_path)]

@@ -404,6 +404,7 @@ def test_cut_off_node_learns_of_the_end() -> None:
     assert ended.value.message["ending"] == "stopped"
 
 
+@pytest.mark.slow
 def test_nodes_move_to_next_rendezvous() -> None:
     """If the first rendezvous is lost, its nodes meet at the second. Nodes that find the first again wait for them there."""
     ports = (own_port(), own_port())
@@ -453,10 +454,7 @@ def test_unusable_addresses_are_refused(addresses: str, found: str) -> None:
     [("127.0.0.1:", r"found only 1.*give an IP address"), ("192.0.2.1:29400", r"192\.0\.2\.1:29400")],
 )
 def test_missing_nodes_are_reported(rendezvous: str, found: str) -> None:
-    """Too few nodes within the time are an error with the number of joined nodes, or with an address that is silent.
-
-    The report names the setting to change, because the rendezvous' name resolves to this node alone.
-    """
+    """Too few nodes in time are an error with their number, a silent address, or the setting of a name that is this node's."""
     address = f"{rendezvous}{own_port()}" if rendezvous.endswith(":") else rendezvous
     spec = job(1, nodes="2", gather_timeout_s=2, rendezvous=address, node_timeout_s=3)
     with closing(Membership.of_job(spec, ledger="l")) as node, pytest.raises(NodesMissing, match=found):

@@ -66,7 +66,18 @@ def test_torch_reads_shards_without_dlac(tmp_path: Path, engine: str) -> None:
     saved = save(tmp_path, 2, engine=engine, writer="copies")
     expected = expected_tensors(saved)
     assert_equal_tensors(read_without_dlac(saved.folder, 2, tmp_path / "read"), expected)
-    assert_equal_tensors(whole_of_files(saved.folder), expected)
+    shards: defaultdict[str, dict[int, torch.Tensor]] = defaultdict(dict)
+    for path in sorted(saved.folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:  # safetensors alone puts the tensors together, by the places in the headers
+            places = json.loads(file.metadata()["DCP_SHARDING_INFO"])
+            for name in file.keys():  # noqa: SIM118  # it is no dict
+                first = (places[name]["saved_offsets"] or [0])[0]
+                shards[name][first] = file.get_tensor(name)
+    joined = {
+        name: parts[0] if len(parts) == 1 else torch.cat([parts[first] for first in sorted(parts)])
+        for name, parts in shards.items()
+    }
+    assert_equal_tensors(joined, expected)
 
 
 @pytest.mark.soak
@@ -99,21 +110,6 @@ def test_state_without_names_is_refused(tmp_path: Path) -> None:
     TorchState(model=torch.nn.Linear(2, 1)).save(tmp_path, Direct().write)
     with pytest.raises(CheckpointError, match="found one of 'torch', whose optimizer does not know the names"):
         state_of("torch", tmp_path, scratch=tmp_path)
-
-
-def whole_of_files(folder: Path) -> dict[str, torch.Tensor]:
-    """Put the tensors together with safetensors alone, by the places in the headers."""
-    shards: defaultdict[str, dict[int, torch.Tensor]] = defaultdict(dict)
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            places = json.loads(file.metadata()["DCP_SHARDING_INFO"])
-            for name in file.keys():  # noqa: SIM118  # it is no dict
-                first = (places[name]["saved_offsets"] or [0])[0]
-                shards[name][first] = file.get_tensor(name)
-    return {
-        name: parts[0] if len(parts) == 1 else torch.cat([parts[first] for first in sorted(parts)])
-        for name, parts in shards.items()
-    }
 
 
 @pytest.mark.parametrize(

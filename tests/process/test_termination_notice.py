@@ -57,26 +57,21 @@ time.sleep(600)
 """
 
 
-def run(program: str, *arguments: str) -> tuple[int, list[str]]:
-    """Run a program in a separate process, and return its exit status and its lines."""
-    with Forked([sys.executable, "-c", program, *arguments], stdout=subprocess.PIPE, text=True) as process:
+@pytest.mark.parametrize(
+    ("program", "status", "lines"),
+    [
+        (FORKS, 0, ["-15 None", "SIGUSR1", "True"]),
+        (OWN_HANDLER, 0, ["the script's own", "None", "SIGTERM"]),
+        (TOO_LATE, 86, ["too late"]),
+    ],
+    ids=["worker of a data loader", "script with its own handler", "hang at the deadline"],
+)
+def test_notice_is_of_its_rank(tmp_path: Path, program: str, status: int, lines: list[str]) -> None:
+    """A forked child's signal is no notice, a file is one beside a script's handler, and the watchdog ends a hang."""
+    command = [sys.executable, "-c", program, str(tmp_path / "stop")]
+    with Forked(command, stdout=subprocess.PIPE, text=True) as process:
         output, _ = process.communicate(timeout=250)
-    return process.returncode, output.splitlines()
-
-
-def test_signal_to_forked_child_stays_there() -> None:
-    """A terminated worker of a data loader dies of the signal, and the rank that forked it has no termination notice."""
-    assert run(FORKS) == (0, ["-15 None", "SIGUSR1", "True"])
-
-
-def test_file_requests_stop_as_well(tmp_path: Path) -> None:
-    """A script that handles SIGTERM itself gets the signal, and the file in the launch folder is the notice."""
-    assert run(OWN_HANDLER, str(tmp_path / "stop")) == (0, ["the script's own", "None", "SIGTERM"])
-
-
-def test_process_ends_at_deadline_despite_hang() -> None:
-    """The watchdog calls its function in a thread, and waits for it at most a second."""
-    assert run(TOO_LATE) == (86, ["too late"])
+    assert (process.returncode, output.splitlines()) == (status, lines)
 
 
 @pytest.mark.parametrize(

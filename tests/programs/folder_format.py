@@ -1,7 +1,4 @@
-"""A source format as another distribution has it: a folder of Parquet files, and the files of each version in versions.json.
-
-The file is a list with one object per version: name of a live file -> positions of its deleted rows.
-"""
+"""A source format of another distribution: Parquet files, and versions.json with the deleted positions in each version."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -1,8 +1,4 @@
-"""A training loop of others: reads Parquet files by row group, saves its position, and is recorded by Shadow.
-
-Arguments: JSON with the files, the folder of positions and of the shadow, the step to resume from, the steps at which it saves
-and dies (0: never), and whether its position forgets the batches of the row group.
-"""
+"""A training loop of others that Shadow records: its JSON names files, folder, steps to resume, save and die, `forgets`."""
 
 import json
 import os

@@ -1,7 +1,4 @@
-"""A supervisor that is killed when it is about to announce the resume point of an attempt. Only the first one is killed.
-
-Usage: `kill_at_announcement.py MARKER COMMAND...`. The file MARKER records the kill, and COMMAND is run.
-"""
+"""`kill_at_announcement.py MARKER COMMAND...`: a supervisor that is killed, once, before it announces a resume point."""
 
 import os
 import signal

@@ -1,8 +1,4 @@
-"""Four ranks that save a GPT on each mesh, and load it on each other one. Rank 0 writes what differs as JSON.
-
-The output layer and the embedding are one tensor, as long as a rank has both. Gradients are a function of names and places, so
-that the whole state after a step is the same on every mesh, to the last bit.
-"""
+"""Four ranks that save a GPT on each mesh and load it on each other one, bit for bit. Rank 0 writes differences as JSON."""
 
 import json
 import os

@@ -1,8 +1,4 @@
-"""One rank that reads a checkpoint's folder with torch.distributed.checkpoint. DLAC cannot be imported in this process.
-
-Usage: read_shards.py FOLDER DUMP. Every tensor of the folder is divided among the ranks by rows. Rank 0 writes all of them to
-DUMP.
-"""
+"""`read_shards.py FOLDER DUMP`: a rank that reads a checkpoint without DLAC, and dumps all tensors divided by rows."""
 
 import sys
 from typing import Any

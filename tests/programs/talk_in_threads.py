@@ -1,7 +1,4 @@
-"""Five ranks with threads that use one process group at once: two trees with tags, and sums. Prints "exact" if all succeed.
-
-Every round makes a new group, so that threads connect at the same time.
-"""
+"""Five ranks with threads that use one new process group a round: tagged trees and sums. Prints "exact" on success."""
 
 import multiprocessing
 import os

@@ -1,7 +1,6 @@
-"""The GPT of examples/mesh, with a journal of the rows of each finished step.
+"""The GPT of examples/mesh, with a journal.
 
-With `--dropout` each block drops features, and is computed again in the backward pass. With `--own-mesh` the script has a mesh of
-its own, under torchrun.
+With `--dropout` blocks drop features and are computed again backward. With `--own-mesh` a script under torchrun has its own mesh.
 """
 
 import os

@@ -12,10 +12,7 @@ import dlac_pipeline as dlac
 
 
 def train(path: str) -> dict[str, Any]:
-    """Train a model of the CPU with batches and losses of the device.
-
-    The process ends after the step in param `dies_at`.
-    """
+    """Train a model of the CPU with batches and losses of the device, up to the step in param `dies_at`."""
     model = torch.nn.Linear(4, 1)
     seen: dict[int, Any] = {}
     waited = []

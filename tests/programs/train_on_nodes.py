@@ -1,7 +1,4 @@
-"""train_tiny under torchrun, as if every rank were on a separate node: with another host name and local folder.
-
-Usage: `train_on_nodes.py SPEC`. Param `machines` is the folder of the local folders.
-"""
+"""train_tiny under torchrun, with a host name and a local folder below param `machines` for each rank. Usage: SPEC."""
 
 import os
 import socket

@@ -1,7 +1,4 @@
-"""A tiny model trained on packed documents of a mixture, with a journal of the tokens of every sequence.
-
-Every token of a document is its row's number, so the journal shows which rows were read, how far, and in which order.
-"""
+"""A tiny model trained on packed documents, whose tokens are their rows' numbers, with a journal of every sequence."""
 
 import time
 from typing import Any

@@ -1,7 +1,4 @@
-"""A script with a bug that param `bug` names. It occurs at the step `at` or the row `row`.
-
-It prints a line before it fails, and writes no journal.
-"""
+"""A script that prints a line and fails with the bug that param `bug` names, at the step `at` or the row `row`."""
 
 import os
 import sys

@@ -1,7 +1,4 @@
-"""A linear model trained by each trainer on a table that does not fill the last batch. The final weights are written.
-
-Params: `trainer`, the number of `micro_batches`, and the path `weights`.
-"""
+"""A linear model trained by param `trainer` in `micro_batches`, on a short last batch. Its `weights` are written."""
 
 import logging
 from collections.abc import Callable
@@ -88,16 +85,9 @@ def train_huggingface(
 
     arguments: dict[str, Any] = {
         "output_dir": f"{run.spec.params.get('weights')}.out",
-        "max_steps": run.total_steps,
-        "gradient_accumulation_steps": parts,
-        "lr_scheduler_type": "constant",
-        "max_grad_norm": 0.0,
-        "learning_rate": LR,
-        "optim": "sgd",
-        "use_cpu": True,
-        "report_to": [],
-        "disable_tqdm": True,
-        "save_steps": 1000,
+        **{"max_steps": run.total_steps, "gradient_accumulation_steps": parts, "save_steps": 1000, "use_cpu": True},
+        **{"optim": "sgd", "learning_rate": LR, "lr_scheduler_type": "constant", "max_grad_norm": 0.0},
+        **{"report_to": [], "disable_tqdm": True},
     }
     trainer = Trainer(model=model, args=TrainingArguments(**{**arguments, **changes}), callbacks=list(callbacks))
     folder = attach(trainer, run, to_classifier if isinstance(model, Classifier) else to_model)

@@ -1,7 +1,4 @@
-"""A run that may lose power, from its current step to its end: `train_with_power_cut.py SPEC`.
-
-It makes a missing lakehouse and source table, and marks every step whose checkpoint was acknowledged.
-"""
+"""A run of SPEC that may lose power. It makes a missing lakehouse and table, and marks acknowledged checkpoints."""
 
 import sys
 from pathlib import Path

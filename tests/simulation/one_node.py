@@ -1,8 +1,4 @@
-"""The engine per step as it is built: replica groups on one node, started again by one supervisor. See design note 0029.
-
-One lighthouse forms their quorums, and none is a row of the ledger. So the fence and the head alone judge a commit, and a step
-may be done twice: by a group that falls silent, and by those that dropped it.
-"""
+"""The engine per step as it is built (note 0029): groups of one node, whose quorums are no rows, may do a step twice."""
 
 from dataclasses import dataclass
 

@@ -1,7 +1,4 @@
-"""The rules of the protocol: pure functions that permit or forbid. A dropped rule permits everything.
-
-docs/design/0030-memory-states.md explains the protocol that they make up.
-"""
+"""The rules of the protocol in docs/design/0030-memory-states.md: pure functions. A dropped rule permits everything."""
 
 from collections.abc import Collection, Sequence
 from typing import TypeVar

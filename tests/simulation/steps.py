@@ -1,7 +1,4 @@
-"""The engine per step: replica groups, one per node, train together. Survivors of a lost group continue in their processes.
-
-A lighthouse proposes who trains together. The ledger decides: a quorum executes its first step once its row is recorded.
-"""
+"""The engine per step: groups, one per node, train together. A lighthouse proposes quorums, which the ledger records."""
 
 from __future__ import annotations
 

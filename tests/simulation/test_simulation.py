@@ -36,7 +36,13 @@ def test_invariants_hold() -> None:
     assert total.from_memory > 0
 
 
-@pytest.mark.parametrize("rule", NAMES)
+@pytest.mark.parametrize(
+    "rule",
+    [
+        pytest.param(rule, marks=pytest.mark.slow) if rule in ("is_restorable", "continues_head") else rule
+        for rule in NAMES
+    ],
+)
 def test_missing_rule_is_caught(rule: str) -> None:
     """Some schedule violates an invariant as soon as the rule permits everything."""
     assert first_caught(without(rule), range(_SEARCHED)) is not None

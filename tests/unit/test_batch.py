@@ -1,24 +1,17 @@
-import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dlac_pipeline.extensions.trainers.run_loader import cut, weigh
 from dlac_pipeline.read.batch import Batch
+from tests.small_records import small_batch
 
 
 def packed() -> Batch:
     """Return one of two ranks' part of a packed global batch of 3 samples. One slot is empty."""
-    return Batch(
-        step=1,
-        tensors={"document": torch.tensor([[1, 1, 2, 0], [0, 0, 0, 0]])},
-        valid=torch.tensor([True, False]),
-        source=torch.tensor([0, -1]),
-        rows=3,
-        tokens=10,
-        readers=2,
-        cursors=np.zeros((1, 1, 4), dtype=np.int64),
-    )
+    tensors = {"document": torch.tensor([[1, 1, 2, 0], [0, 0, 0, 0]])}
+    valid, source = torch.tensor([True, False]), torch.tensor([0, -1])
+    return small_batch(tensors=tensors, valid=valid, source=source, rows=3, tokens=10, readers=2)
 
 
 def test_empty_slots_do_not_count() -> None:
@@ -44,20 +37,13 @@ def rank_batch(rank: int, rows: int, *, world_size: int = 2, slots: int = 5) -> 
     at = torch.arange(rank * slots, (rank + 1) * slots)
     valid = at * 3 % (slots * world_size) < rows
     lengths = torch.where(valid, at % 4, 0)
-    return Batch(
-        step=1,
-        tensors={
-            "x": torch.where(valid, at + 1.0, 0.0),
-            "tokens": torch.repeat_interleave(at, lengths),
-            "tokens.offsets": torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
-        },
-        valid=valid,
-        source=torch.where(valid, 0, -1),
-        rows=rows,
-        tokens=rows,
-        readers=world_size,
-        cursors=np.zeros((1, 1, 4), dtype=np.int64),
-    )
+    tensors = {
+        "x": torch.where(valid, at + 1.0, 0.0),
+        "tokens": torch.repeat_interleave(at, lengths),
+        "tokens.offsets": torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
+    }
+    source = torch.where(valid, 0, -1)
+    return small_batch(tensors=tensors, valid=valid, source=source, rows=rows, tokens=rows, readers=world_size)
 
 
 @pytest.mark.parametrize("rows", range(1, 11))

@@ -77,16 +77,6 @@ def test_passing_warehouse_failure_is_awaited(failure: OSError, kind: type[Excep
     assert type(caught.value) is kind
 
 
-def hold_lock(file: Path, *statements: str, for_s: float) -> threading.Timer:
-    """Lock an SQLite file in this process, as another process would, and release it after a while."""
-    other = sqlite3.connect(file, isolation_level=None, check_same_thread=False)
-    for statement in statements:
-        other.execute(statement).fetchall()
-    release = threading.Timer(for_s, other.close)
-    release.start()
-    return release
-
-
 @pytest.fixture
 def reporting_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[sqlite_locks.ReportingConnection]:
     """Open a connection that reports a wait after 0.2 s."""
@@ -114,7 +104,11 @@ def test_lock_wait_is_reported(
     statement: str,
 ) -> None:
     """Each statement that can wait reports the wait once, and succeeds when the lock is released."""
-    release = hold_lock(tmp_path / "catalog.db", *held, for_s=0.6)
+    other = sqlite3.connect(tmp_path / "catalog.db", isolation_level=None, check_same_thread=False)
+    for each in held:  # in this process, as in another one
+        other.execute(each).fetchall()
+    release = threading.Timer(0.6, other.close)
+    release.start()
     reporting_connection.cursor().execute(statement)
     reporting_connection.commit()
     release.join()

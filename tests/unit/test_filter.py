@@ -1,7 +1,6 @@
 """The text of filters, their literals, and their three-valued logic."""
 
 import datetime as dt
-import re
 import uuid
 from decimal import Decimal
 from typing import Any
@@ -84,34 +83,23 @@ def rows_of(text: str) -> list[int]:
     ],
 )  # fmt: skip
 def test_filter_selects_rows(text: str, rows: list[int]) -> None:
-    """A literal is compared as in SQL, whatever the column's type, and null is never selected.
-
-    NaN equals nothing and has no order, and -0.0 equals 0.0. Columns have dotted or double-quoted names. NOT binds closer than
-    AND, and AND closer than OR.
-    """
+    """A literal is compared as in SQL, null is never selected, and NOT binds closer than AND, and AND closer than OR."""
     assert rows_of(text) == rows
-
-
-@pytest.mark.parametrize(
-    ("text", "column", "kind", "literal"),
-    [
-        ("n = true", "'n'", "long", "true"),
-        ("n in (1, 'abc')", "'n'", "long", "'abc'"),
-        ("day > '2024-02-30'", "'day'", "date", "'2024-02-30'"),
-        ("ts = '2024-01-31T00:00:00Z'", "'ts'", "timestamp", "'2024-01-31T00:00:00Z'"),
-        ("key = 'abc'", "'key'", "uuid", "'abc'"),
-        ("n like 'a%'", "'n'", "long", "'a%'"),
-    ],
-)
-def test_incomparable_literals_are_refused(text: str, column: str, kind: str, literal: str) -> None:
-    """The error names the column, its type, the literal, and the literal to write instead."""
-    with pytest.raises(SpecInvalid, match=f"{column} of type {kind}.*{literal}"):
-        parse_filter(text, SCHEMA)
 
 
 @pytest.mark.parametrize(
     ("text", "where"),
     [
+        ("n = true", "'n' of type long.*true"),
+        ("n in (1, 'abc')", "'n' of type long.*'abc'"),
+        ("day > '2024-02-30'", "'day' of type date.*'2024-02-30'"),
+        ("ts = '2024-01-31T00:00:00Z'", "'ts' of type timestamp.*'2024-01-31T00:00:00Z'"),
+        ("key = 'abc'", "'key' of type uuid.*'abc'"),
+        ("n like 'a%'", "'n' of type long.*'a%'"),
+        ("n = 1 -- and ok", "makes no sense at '-- and ok': "),
+        ("abs(n) = 1", r"makes no sense at 'ABS\(n\)': "),
+        ("n = cast('1' as decimal)", r"makes no sense at 'as decimal\)': "),
+        ("case when ok then n end = 1", "makes no sense at 'when ok then n end = 1': "),
         ("(n > 1", "at '1':"),
         ("n > NULL", "at 'NULL': .* with NULL by IS NULL"),
         ("n > x", "at 'x': compare with literals"),
@@ -126,26 +114,11 @@ def test_incomparable_literals_are_refused(text: str, column: str, kind: str, li
         ("not " * 9999 + "n = 1", "write NOT once"),
     ],
 )
-def test_unparsable_filters_are_located(text: str, where: str) -> None:
-    """The error names the part without a meaning and what to write, and lists no grammar."""
+def test_refused_filters_are_located(text: str, where: str) -> None:
+    """The error names column, type and literal, or the part without a meaning, and what to write, and lists no grammar."""
     with pytest.raises(SpecInvalid, match=where) as caught:
         parse_filter(text, SCHEMA)
     assert len(str(caught.value)) < 250 + 2 * len(text)
-
-
-@pytest.mark.parametrize(
-    ("text", "part"),
-    [
-        ("n = 1 -- and ok", "-- and ok"),
-        ("abs(n) = 1", "ABS(n)"),
-        ("n = cast('1' as decimal)", "as decimal)"),
-        ("case when ok then n end = 1", "when ok then n end = 1"),
-    ],
-)
-def test_other_sql_is_refused(text: str, part: str) -> None:
-    """SQL that is no comparison of a column with literals is quoted, as sqlglot reads it where it has a reading."""
-    with pytest.raises(SpecInvalid, match=re.escape(f"found {text!r}, which makes no sense at {part!r}: ")):
-        parse_filter(text, SCHEMA)
 
 
 def test_long_filters_bind() -> None:

@@ -82,11 +82,7 @@ def test_interval_names_its_bound(changes: dict[str, Any], cost: Cost | None, in
 def test_states_keep_their_limits(
     cost_s: float, mtbf_s: float, longer: float, point_s: float | None, step_s: float
 ) -> None:
-    """A failure costs no more work than the recovery point, unless states would then take too much of the time.
-
-    They take 0.5 % of it for the default, 2 % for a point that is set, and 2 % in all. The interval grows with the time between
-    failures, and is a step at the least.
-    """
+    """A failure costs no more than the recovery point, unless states would take over 0.5 % of the time, or 2 % if it is set."""
     states = Limits.of_states(CheckpointSpec(memory_point_s=point_s))
     cost = Cost(lost_s=cost_s, total_s=cost_s)
     choice, rarer = (
@@ -121,10 +117,7 @@ def test_states_are_steps_apart(
 
 
 def test_preempted_attempt_did_not_fail() -> None:
-    """Failures are replaced attempts, unless they had caught up or were preempted. The current attempt is running.
-
-    Their training ends with the last checkpoint or state that the ledger names, or up to a minute later.
-    """
+    """Failures are replaced attempts that had not caught up and were not preempted, up to their last checkpoint or state."""
     rows = [
         row("claim", 1, 0),
         row("checkpoint", 1, 100, reason="steps"),

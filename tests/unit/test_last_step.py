@@ -103,45 +103,20 @@ def test_survivor_writes_what_was_held(slot: Path) -> None:
     assert not states.all_hold(slot.parent, range(2))
 
 
-def change_weight(rank: Rank) -> None:
-    """Change a weight without an optimizer."""
-    with torch.no_grad():
-        rank.linear.weight.add_(1)
-
-
-def copy_data(rank: Rank) -> None:
-    """Copy other weights into the tensor of a weight, which makes no version."""
-    rank.linear.weight.data.copy_(rank.linear.weight.data * 1.001)
-
-
-def scale_moment(rank: Rank) -> None:
-    """Change a moment, which makes no version."""
-    rank.optimizer.state[rank.linear.weight]["exp_avg"].data.add_(1)
-
-
-def append_parameter(rank: Rank) -> None:
-    """Train another parameter."""
-    rank.optimizer.param_groups[0]["params"].append(torch.nn.Parameter(torch.ones(1)))
-
-
-def have_other_parts(rank: Rank) -> None:
-    """Lack a part that rank 0 has."""
-    rank.engine._parts.pop("average")
-
-
-def add_layer(rank: Rank) -> None:
-    """Add parameters that were not held."""
-    rank.model.add_module("new", torch.nn.Linear(8, 1))
-
-
 @pytest.mark.parametrize(
     "change",
     [
-        *(Rank.step, change_weight, copy_data, scale_moment, append_parameter, have_other_parts, add_layer),
-        *(lambda rank: rank.hold(14), lambda rank: rank.last.forget()),
+        *(Rank.step, lambda rank: rank.hold(14), lambda rank: rank.last.forget()),
+        lambda rank: rank.linear.weight.detach().add_(1),
+        lambda rank: rank.linear.weight.data.mul_(1.001),
+        lambda rank: rank.optimizer.state[rank.linear.weight]["exp_avg"].data.add_(1),
+        lambda rank: rank.optimizer.param_groups[0]["params"].append(torch.nn.Parameter(torch.ones(1))),
+        lambda rank: rank.engine._parts.pop("average"),
+        lambda rank: rank.model.add_module("new", torch.nn.Linear(8, 1)),
     ],
+    ids=["step", "held again", "forgotten", "weight", "unversioned", "moment", "trained more", "other parts", "layer"],
 )
-def test_change_since_the_step_keeps_nothing(slot: Path, change: Callable[[Rank], None]) -> None:
+def test_change_since_the_step_keeps_nothing(slot: Path, change: Callable[[Rank], object]) -> None:
     """An earlier state stays whole, and the supervisor waits for none."""
     _, second = ranks_of(slot)
     change(second)

@@ -95,12 +95,6 @@ def walk(case: Case, group: int) -> list[int]:
     return found
 
 
-def consumed_after(case: Case, walks: list[list[int]], step: int) -> list[list[int]]:
-    """Return the rows of each source and key group that a walk has consumed after a step."""
-    slots = (step - case.leg.start_step) * case.per_group
-    return [[each[:slots].count(source) for each in walks] for source in range(len(case.leg.sources))]
-
-
 def walks_of(case: Case) -> list[list[int]]:
     """Return the walk of each key group."""
     return [walk(case, group) for group in range(case.leg.key_groups)]
@@ -127,7 +121,8 @@ def test_steps_match_slot_by_slot_walk(case: Case) -> None:
     if last * case.per_group <= HORIZON // 2:
         assert last == last_of(case, walks)
     for step in range(case.leg.start_step, min(last, case.leg.start_step + HORIZON // case.per_group) + 1):
-        expected = consumed_after(case, walks, step)
+        slots = (step - case.leg.start_step) * case.per_group
+        expected = [[each[:slots].count(source) for each in walks] for source in range(len(case.leg.sources))]
         assert order.consumed(step).tolist() == expected
         state = order.reader_state(step)
         for source, counts in enumerate(expected):

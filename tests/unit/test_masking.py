@@ -97,24 +97,21 @@ def test_odd_secrets_are_masked(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("text", "masked"),
     [
-        "expected host:port at 10.0.0.1:80, found 'x'",
-        "sequences.begin_token: Input should be a valid string",
-        "git@github.com:x/y",
-        "https://x-access-token:***@github.com/x",
+        ("expected host:port at 10.0.0.1:80, found 'x'", ""),
+        ("sequences.begin_token: Input should be a valid string", ""),
+        ("git@github.com:x/y", ""),
+        ("https://x-access-token:***@github.com/x", ""),
+        *(
+            (f"{before}/year=2024/token={SECRET}/secret={SECRET}/part-0.parquet", SECRET)
+            for before in ("/data", "s3://b/data", "found '/data", "FileNotFoundError: /data")
+        ),
     ],
 )
-def test_messages_stay_readable(text: str) -> None:
-    """A wide pattern masks no ordinary text."""
-    assert mask_secrets(text) == text
-
-
-@pytest.mark.parametrize("before", ["/data", "s3://b/data", "found '/data", "FileNotFoundError: /data"])
-def test_partition_path_keeps_file(before: str) -> None:
-    """The folder of a Hive partition may be named like a secret. The file in it stays readable."""
-    text = f"{before}/year=2024/token={SECRET}/secret={SECRET}/part-0.parquet"
-    assert mask_secrets(text) == f"{before}/year=2024/token=***/secret=***/part-0.parquet"
+def test_messages_stay_readable(text: str, masked: str) -> None:
+    """A wide pattern masks no ordinary text. The folder of a Hive partition may be named like a secret: its file stays."""
+    assert mask_secrets(text) == (text.replace(masked, "***") if masked else text)
 
 
 def test_settings_are_masked_by_name() -> None:

@@ -46,10 +46,7 @@ def test_checkpoint_committed_meanwhile_is_continued() -> None:
 
 
 def test_state_of_the_head_is_taken() -> None:
-    """The checkpoint of the state's own step had begun when the state was kept, and was committed since.
-
-    One that began afterwards may have another state: the script may have changed its weights in between.
-    """
+    """The checkpoint of the state's own step had begun when it was kept. One that began afterwards may have other weights."""
     head = CheckpointRow(seq=4, attempt=2, nonce="b", checkpoint_id="c13", parent="c10", step=13)
     nothing = Trained(since=13, losses=[], skipped=[], advances=[])
     kept = replace(STATE, trained=[trained(10), nothing])

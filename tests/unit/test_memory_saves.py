@@ -53,17 +53,9 @@ class Rank:
         self.tracker = ReaderStateTracker(
             committed_step=0, step=0, groups=range(1), cursors=np.zeros((1, 1, 4), dtype=np.int64)
         )
-        self.communicator = communicator = SimpleNamespace(
-            rank=0,
-            world_size=1,
-            ranks_here=1,
-            first_rank_here=0,
-            coordinate=ALL_SLOTS,
-            mesh=DATA_PARALLEL,
-            is_first_of_node=True,
-            is_on_one_node=is_alone,
-            tree=RankTree(0, 1, None),
-        )
+        place = {"rank": 0, "world_size": 1, "ranks_here": 1, "first_rank_here": 0, "coordinate": ALL_SLOTS}
+        node = {"mesh": DATA_PARALLEL, "is_first_of_node": True, "is_on_one_node": is_alone}
+        self.communicator = communicator = SimpleNamespace(**place, **node, tree=RankTree(0, 1, None))
         self.warnings: list[str] = []
         self.model = torch.nn.Linear(25_000, 1, bias=False)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
@@ -133,10 +125,7 @@ def test_state_waits_for_copies_of_all(rank: Rank) -> None:
 
 
 def test_lower_of_two_costs_sets_the_pace(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A state is saved in each step until two have shown their cost, and once a copy that was late is done.
-
-    Work of the script before a save belongs to the step.
-    """
+    """A state is saved in each step until two have shown their cost, which has no work of the script, and after a late copy."""
     rank, now, costs = Rank(memory, memory_every_steps=0), [0.0], iter((5.0, 7.0, 1.0, 9.0))
     monkeypatch.setattr("dlac_pipeline.memory_states.save.time.monotonic", lambda: now[0])
 

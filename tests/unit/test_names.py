@@ -1,5 +1,7 @@
 """Names of runs and of checkpoints that people choose."""
 
+from collections.abc import Callable
+
 import pytest
 
 from dlac_pipeline.extensions.erasure.explain import explain_sql
@@ -21,21 +23,20 @@ BAD_NAMES = [
 ]
 
 
-@pytest.mark.parametrize("run", BAD_RUNS)
-def test_bad_run_name_is_refused(run: str) -> None:
-    """Such a name would be a folder elsewhere, or several words in a script. Letters, digits and three marks pass."""
-    with pytest.raises(SpecInvalid, match="name of a run"):
-        check_run_name(run)
-    for good in ("a", "0", "a.b_c-d", "a" * 100, "A..b"):
-        assert check_run_name(good) == good
-
-
-@pytest.mark.parametrize("name", BAD_NAMES)
-def test_bad_checkpoint_name_is_refused(name: str) -> None:
-    """Blank names, invisible names and the names of DLAC's pins are refused. Any other printable name passes."""
-    with pytest.raises(SpecInvalid, match=r"expected a tag"):
-        check_checkpoint_name(name)
-    for good in ("release-1", "best so far", "forked", "é", "v1:final"):
+@pytest.mark.parametrize(
+    ("check", "expected", "name"),
+    [
+        *((check_run_name, "name of a run", name) for name in BAD_RUNS),
+        *((check_checkpoint_name, "expected a tag", name) for name in BAD_NAMES),
+    ],
+)
+def test_bad_name_is_refused(check: Callable[[str], str], expected: str, name: str) -> None:
+    """A run's is a folder elsewhere, or words of a script. A checkpoint's is blank, invisible, or as those of DLAC's pins."""
+    with pytest.raises(SpecInvalid, match=expected):
+        check(name)
+    for good in ("a", "0", "a.b_c-d", "a" * 100, "A..b", "release-1", "forked"):
+        assert check(good) == good
+    for good in ("best so far", "é", "v1:final"):
         assert check_checkpoint_name(good) == good
 
 

@@ -11,17 +11,6 @@ from dlac_pipeline.supervise.ranks.rank_logs import LogBound, cut_middle
 BOUND = 2**20
 
 
-def write_beside_bound(log: Path, count: int, rest: str = "x" * 80) -> None:
-    """Append `count` lines to a log, one write each, while a thread keeps the log within its bound."""
-    bound = LogBound({0: log, 1: log.with_name("never-written")}, BOUND)
-    with log.open("ab", buffering=0) as stream:
-        for line in range(count):
-            stream.write(b"line %09d %s\n" % (line, rest.encode()))
-        stream.write(b"ValueError: the end\n")
-    bound.close()
-    bound.close()
-
-
 def is_exact(folder: Path) -> bool:
     """Return whether the file system can remove the middle of a file."""
     file = folder / "scratch"
@@ -32,14 +21,17 @@ def is_exact(folder: Path) -> bool:
 
 @pytest.mark.parametrize("collapses", [True, False])
 def test_log_stays_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, collapses: bool) -> None:
-    """The first and the very last line stay, on every file system, and a line in between reports how many are missing.
-
-    Where the file is copied, lines that are written between the last look and the cut are lost, too.
-    """
+    """The first and the very last line stay, on every file system, and a line in between reports how many are missing."""
     if not collapses:
         monkeypatch.setattr(rank_logs, "collapse", lambda *_: False)
     log = tmp_path / "rank-00000.log"
-    write_beside_bound(log, 100_000)
+    bound = LogBound({0: log, 1: log.with_name("never-written")}, BOUND)
+    with log.open("ab", buffering=0) as stream:
+        for line in range(100_000):
+            stream.write(b"line %09d %s\n" % (line, b"x" * 80))
+        stream.write(b"ValueError: the end\n")
+    bound.close()
+    bound.close()
     raw = log.read_bytes()
     assert BOUND // 2 <= len(raw) <= BOUND
     lines = raw.split(b"\n")

@@ -4,6 +4,7 @@ import json
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,19 +50,14 @@ def test_room_waits_for_checkpoint(when: CheckpointPolicy, tmp_path: Path) -> No
     assert not notice_file(tmp_path, 0).exists()
 
 
-def test_notice_outweighs_rescale(when: CheckpointPolicy, tmp_path: Path) -> None:
-    """A notice together with the rescale leaves no time for the checkpoint, and is reported."""
-    when.on_sync(StepSync(step=2, losses=[0.0], notice="SIGUSR1", needed_s=HOUR_S, makes_room=True))
-    assert when.reason() is None
+@pytest.mark.parametrize("during", [False, True])
+def test_notice_beside_rescale_is_reported(when: CheckpointPolicy, tmp_path: Path, during: bool) -> None:
+    """A notice with the rescale leaves no time for the checkpoint. One that comes during it keeps its own deadline."""
+    beside: dict[str, Any] = {} if during else {"notice": "SIGUSR1", "needed_s": HOUR_S}
+    when.on_sync(StepSync(step=2, losses=[0.0], makes_room=True, **beside))
+    if during:
+        signal.raise_signal(signal.SIGUSR1)
+    assert when.reason() == (NODES if during else None)
     when.left()
     assert event_names(tmp_path) == ["preempted"]
-
-
-def test_notice_during_rescale_is_reported(when: CheckpointPolicy, tmp_path: Path) -> None:
-    """The checkpoint is being written. The rank keeps the deadline of the notice itself."""
-    when.on_sync(StepSync(step=2, losses=[0.0], makes_room=True))
-    signal.raise_signal(signal.SIGUSR1)
-    assert when.reason() == NODES
-    when.left()
-    assert event_names(tmp_path) == ["preempted"]
-    assert notice_file(tmp_path, 0).exists()
+    assert notice_file(tmp_path, 0).exists() == during

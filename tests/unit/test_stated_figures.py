@@ -94,10 +94,7 @@ def test_page_of_figures_is_made_of_results() -> None:
 
 
 def test_paper_proves_exact_resumes() -> None:
-    """The kept result of `make paper` is whole, and DLAC equals the undisturbed training in all seeds of each setting.
-
-    In the month that is simulated with it, states in memory beat every bare relaunch.
-    """
+    """The kept result of `make paper` is whole and meets its bars. DLAC equals the undisturbed training in all seeds."""
     found = json.loads((MEASURED / "paper.json").read_text())
     effort = found["divergence"]["effort"]
     assert (effort["seeds"], effort["faults"], len(effort["settings"])) == (5, 20, 3)

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -113,13 +114,6 @@ def begin_copy(gate: StepGate, engine: TorchState, found: dict[str, Any], *, str
     return copied
 
 
-def saved_state(engine: TorchState) -> Any:
-    """Return a state that is copied at once."""
-    found: dict[str, Any] = {}
-    engine.save(Path(), lambda path, state: found.update({path.name: copy.deepcopy(state)}))
-    return found
-
-
 @pytest.mark.parametrize("streams", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_state_is_of_its_step(kind: str, streams: bool) -> None:
@@ -130,7 +124,11 @@ def test_state_is_of_its_step(kind: str, streams: bool) -> None:
     undisturbed = [other.step(number) for number in range(6)]
     for number in range(1, 6):
         gate.finish()
-        expected, found = saved_state(engine), dict[str, Any]()
+        engine.save(Path(), write := Mock())
+        expected, found = (
+            {path.name: copy.deepcopy(state) for (path, state), _ in write.call_args_list},
+            dict[str, Any](),
+        )
         copied = begin_copy(gate, engine, found, streams=streams)
         beside += bool(gate.stable())
         losses.append(script.step(number))

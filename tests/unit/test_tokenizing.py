@@ -1,7 +1,7 @@
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -79,19 +79,12 @@ def test_no_token_is_lost_or_added(tmp_path: Path, path: Path) -> None:
     assert offsets.tolist() == [0, len(values)]
 
 
-def pretend(monkeypatch: pytest.MonkeyPatch, wrapped: Any) -> None:
-    """Replace the optional library transformers by one tokenizer."""
-    module = ModuleType("transformers")
-    found = SimpleNamespace(from_pretrained=lambda name: wrapped)
-    monkeypatch.setattr(module, "AutoTokenizer", found, raising=False)
-    monkeypatch.setitem(sys.modules, "transformers", module)
-
-
 def test_fast_tokenizer_is_used(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     """Its backend encodes, and the wrapper keeps its truncation."""
     backend = Backend.from_file(str(path))
     backend.enable_truncation(2)
-    pretend(monkeypatch, SimpleNamespace(backend_tokenizer=backend))
+    wrapped = SimpleNamespace(from_pretrained=lambda name: SimpleNamespace(backend_tokenizer=backend))
+    monkeypatch.setitem(sys.modules, "transformers", cast(Any, SimpleNamespace(AutoTokenizer=wrapped)))
     tokenizer = load_tokenizer("some/model")
     assert tokenizer.encode(pa.array(TEXTS[:1]))[0].tolist() == reference(path, TEXTS[0])
     assert backend.truncation is not None

@@ -116,17 +116,13 @@ def test_memory_error_rejects_no_row() -> None:
         run(Mock(side_effect=MemoryError), numbers([1, 2]), reject="quarantine")
 
 
-def raises_for_two(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Raise for batches, and never for a single row."""
-    if len(batch) > 1:
-        raise ValueError("too many")
-    return batch
-
-
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (raises_for_two, "ValueError: too many for 2 rows together and for no part of them"),
+        (
+            lambda batch: batch if len(batch) < 2 else int("too many"),
+            "ValueError: .*too many' for 2 rows together and for no part of them",
+        ),
         (
             lambda batch: batch.set_column(0, "x", pc.subtract(batch["x"], pc.mean(batch["x"]))),
             "other results for two halves",

@@ -69,9 +69,8 @@ FORGED: dict[str, Callable[[Callable[[Columns], bool]], Change]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "forged", [name if name == "not_applied" else pytest.param(name, marks=pytest.mark.slow) for name in FORGED]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("forged", FORGED)
 def test_forgery_after_record_is_found(workshop: Workshop, forged: str, tmp_path: Path) -> None:
     """After any forgery since the record the audit equals one of the whole ledger, and nothing is recorded."""
     of = trained(workshop, "packed")

@@ -7,12 +7,8 @@ import pytest
 from dlac_pipeline.audit.audit import audit_run
 from dlac_pipeline.extensions.branches.rewind import rewind_run
 from tests.conftest import Arena
+from tests.extensions.branches.test_rewind import recorded
 from tests.faults.test_zombie import check_refused, freeze
-
-
-def recorded(arena: Arena, run: str, head: str | None = None) -> list[int]:
-    """Return the sorted row ids that the ledger names for a lineage."""
-    return sorted(row for rows in arena.recorded(run, head).values() for row in rows)
 
 
 @pytest.mark.soak
@@ -28,12 +24,10 @@ def test_kill_after_rewind(campaign: Arena, moment: str) -> None:
     assert left is not None
     done = rewind_run(campaign.lakehouse, run, nonce="op", target=10, exclude=["row_id >= 1000"])
     assert done.left == left
-
     early = campaign.launch(spec, takeover=True)
     early.wait_for("training")
     early.destroy()
     assert campaign.head(run) == done.checkpoint_id
-
     sabotaged = {"SABOTAGE": f"kill-{moment}-commit@20", "SABOTAGED_ATTEMPT": "4"}
     late = campaign.launched(campaign.spec(run, "train_sabotaged.py", env=sabotaged, passes=1), takeover=True)
     first, second = late.of("attempt")
@@ -42,7 +36,6 @@ def test_kill_after_rewind(campaign: Arena, moment: str) -> None:
     zombie.signal_all(signal.SIGCONT)
     check_refused(zombie, ranks)
     assert campaign.rows(run) == before
-
     assert campaign.losses(run)[:10] == old_losses[:10] == campaign.losses("reference")[:10]
     old, new = campaign.journal(run, left), campaign.journal(run)
     assert {step: rows for step, rows in old.items() if step <= 10} == {s: new[s] for s in range(1, 11)}

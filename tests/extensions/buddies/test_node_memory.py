@@ -257,12 +257,8 @@ def test_stranger_is_not_taken_for_node() -> None:
 @pytest.mark.parametrize(
     "files",
     [
-        [("../../a.pt", 1)],
-        [("/etc/a.pt", 1)],
-        [("rank-00000.sealed", 1)],
-        [("", 1)],
-        [("a.pt", -1)],
-        [("a.pt", 1 << 60)],
+        *([("../../a.pt", 1)], [("/etc/a.pt", 1)], [("rank-00000.sealed", 1)]),
+        *([("", 1)], [("a.pt", -1)], [("a.pt", 1 << 60)]),
     ],
     ids=["above", "absolute", "a seal", "empty", "negative", "too large"],
 )
@@ -428,10 +424,7 @@ def test_unfinished_copies_are_removed(tmp_path: Path) -> None:
 
 
 def test_fetched_state_is_not_overwritten(tmp_path: Path) -> None:
-    """An old launch still writes its slot after the fetch: the seal of this node's own part changes, and the state is lost.
-
-    A umask that lets a group write applies to no folder of states. What was converted of a state is removed as well.
-    """
+    """An old launch writes its slot after the fetch: the seal of this node's own part changes, and the state is lost."""
     before = os.umask(0)
     try:
         with nodes(tmp_path, 2) as found:

@@ -1,7 +1,4 @@
-"""A small Kubernetes API server: it accepts a JobSet or a TrainJob, and runs each pod's command as a local process.
-
-It has no cluster: it schedules nothing, evicts nothing and checks no schema. The official client connects to it.
-"""
+"""A small Kubernetes API server without a cluster: it accepts a job, and runs each pod's command as a local process."""
 
 import json
 import os

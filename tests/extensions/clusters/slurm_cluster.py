@@ -1,7 +1,4 @@
-"""A real Slurm for tests: slurmctld and three slurmd on this node, for this user alone, in their own folder.
-
-It needs no privileges: authentication is off, processes are tracked by their group, and there is no accounting.
-"""
+"""A real Slurm without privileges or accounting: slurmctld and three slurmd on this node, for this user, in a folder."""
 
 import getpass
 import os

@@ -149,13 +149,28 @@ def test_requeued_job_is_followed(home: Path) -> None:
     assert states == ["RUNNING", "FAILED", "PENDING", "RUNNING", "COMPLETED"]
 
 
-def test_lost_first_node_requeues(home: Path) -> None:
-    """No remaining process would end the job."""
-    scheduler = Scripted(RUNNING, LOST, PENDING, RUNNING, COMPLETED, log=DONE)
+AWAY = [ConnectionError("Unable to contact slurm controller")] * 8
+
+
+@pytest.mark.parametrize(
+    ("answers", "log", "call", "warning"),
+    [
+        ([RUNNING, LOST, PENDING, RUNNING, COMPLETED], DONE, "requeue", "has lost its first node"),
+        ([RUNNING, *AWAY, RUNNING, COMPLETED], DONE, "", "Unable to contact"),
+        ([RUNNING], FIRST + DONE, "cancel", ""),
+        ([*[RUNNING] * 50, COMPLETED], FIRST + FIRST + DONE, "", ""),
+    ],
+    ids=["no process would end it", "scheduler away", "pods without room", "a script works after its run"],
+)
+def test_job_ends_as_its_nodes_report(
+    home: Path, answers: list[JobState | Exception], log: str, call: str, warning: str
+) -> None:
+    """Only a job that nothing else would end is requeued or cancelled, once. An outage is reported once."""
+    scheduler = Scripted(*answers, log=log)
     job, events = job_of(home, scheduler)
-    assert job.run().ending == "finished"
-    assert scheduler.calls.count("requeue") == 1
-    assert any("has lost its first node" in message for message in warnings_of(events))
+    assert job.run() == Outcome(ending="finished", attempts=2, step=9)
+    assert [name for name in scheduler.calls if name in ("requeue", "cancel")] == ([call] if call else [])
+    assert [warning in message for message in warnings_of(events)] == ([True] if warning else [])
 
 
 def test_refused_requeue_cancels(home: Path) -> None:
@@ -190,14 +205,6 @@ def test_cancel_works_without_state(home: Path) -> None:
     assert "cancel" in scheduler.calls
 
 
-def test_outage_is_outlasted(home: Path) -> None:
-    """The scheduler answers again, and the run ends as its nodes report. The outage is reported once."""
-    away = [ConnectionError("Unable to contact slurm controller")] * 8
-    job, events = job_of(home, Scripted(RUNNING, *away, RUNNING, COMPLETED, log=DONE))
-    assert job.run() == Outcome(ending="finished", attempts=2, step=9)
-    assert len(warnings_of(events)) == 1
-
-
 def test_failed_cancel_is_repeated(home: Path) -> None:
     """The cancellation is repeated at the next poll, without waiting for the job's own deadline."""
     scheduler = Scripted(lambda: CANCELLED if scheduler.calls.count("cancel") == 2 else RUNNING)
@@ -215,22 +222,6 @@ def test_unknown_job_has_ended(home: Path) -> None:
     with pytest.raises(TrainingFailed, match="to report how it ended"):
         job.run()
     assert any("to know job 7" in message for message in warnings_of(events))
-
-
-def test_pending_pods_are_cancelled(home: Path) -> None:
-    """The pods that never found room are cancelled, as no scheduler ends them."""
-    scheduler = Scripted(RUNNING, log=FIRST + DONE)
-    job, _ = job_of(home, scheduler)
-    assert job.run() == Outcome(ending="finished", attempts=2, step=9)
-    assert scheduler.calls.count("cancel") == 1
-
-
-def test_working_nodes_are_not_cancelled(home: Path) -> None:
-    """A script may work after its run, on one node for longer than on others."""
-    scheduler = Scripted(*[RUNNING] * 50, COMPLETED, log=FIRST + FIRST + DONE)
-    job, _ = job_of(home, scheduler)
-    assert job.run().ending == "finished"
-    assert "cancel" not in scheduler.calls
 
 
 def answer_with(monkeypatch: pytest.MonkeyPatch, answers: dict[str, str]) -> list[tuple[str, ...]]:

@@ -69,10 +69,7 @@ def test_largest_holder_is_first() -> None:
 
 
 def test_ledger_names_holders(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first checkpoint of an attempt records its nodes, which also have the attempt's later checkpoints.
-
-    A job for a run with a checkpoint prefers the nodes that have it.
-    """
+    """The first checkpoint of an attempt records its nodes, which a job for the run prefers. They have the later ones too."""
     arena.table(appends=(120,), row_group_rows=20)
     places = {"store": str(arena.home / "far"), "local": str(arena.home / "near")}
     spec = arena.spec("r1", world_size=1, batch_size=16, key_groups=4, every_steps=2, passes=1, **places)

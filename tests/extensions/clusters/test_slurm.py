@@ -149,10 +149,7 @@ def strike(slurm: SlurmCluster, following: FollowedJob, fault: str) -> None:
 def test_job_outlives_fault(
     arena: Arena, slurm: SlurmCluster, fault: str, nodes: str, restarts: int, claims: int
 ) -> None:
-    """A rank is killed, the controller restarts, a node or the first one is lost, or a higher partition takes the nodes.
-
-    The job continues, or is requeued if its batch script is lost or after a preemption. Each row is trained once.
-    """
+    """The job continues, or is requeued if its batch script is lost or after a preemption. Each row is trained once."""
     arena.table()
     slow_s = 1.0 if fault == "lost n1" else 0.1  # training must outlast the controller's timeout of a node
     batch_size = 24 if nodes == "2:3" else 32
@@ -175,25 +172,16 @@ def test_job_outlives_fault(
     check_exact(arena)
 
 
-def leave_copy_on(node: str, arena: Arena) -> dict[str, Any]:
-    """Train on one node until a checkpoint is committed, and stop. Return the folders of the run's checkpoints."""
-    places: dict[str, Any] = {"store": str(arena.home / "far"), "local": str(arena.home / "near")}
-    stopped = FollowedJob(arena, nodes="1", on_node=node, **places, **SLOW)
-    stopped.wait_for("checkpoint")
-    stopped.job.stop()
-    assert stopped.outcome().ending == "stopped"
-    return places
-
-
 @pytest.mark.soak
 @pytest.mark.parametrize("holder", ["idle", "lost"])
 def test_resumed_job_gets_holder(arena: Arena, slurm: SlurmCluster, holder: str) -> None:
-    """A run resumes on the node with its newest checkpoint, although Slurm would have chosen another node.
-
-    If it is lost during the job, the job gets another node after a short time.
-    """
+    """A run resumes on the node with its newest checkpoint. If that is lost, it gets another node after a short time."""
     arena.table()
-    places = leave_copy_on("n3", arena)
+    places: dict[str, Any] = {"store": str(arena.home / "far"), "local": str(arena.home / "near")}
+    stopped = FollowedJob(arena, nodes="1", on_node="n3", **places, **SLOW)
+    stopped.wait_for("checkpoint")
+    stopped.job.stop()
+    assert stopped.outcome().ending == "stopped"
     waits: dict[str, Any] = {"prefers_s": 2.0, **SLOW} if holder == "lost" else {}
     resumed = FollowedJob(arena, nodes="1", **waits, **places)
     if holder == "lost":

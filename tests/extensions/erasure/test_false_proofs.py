@@ -2,16 +2,15 @@
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import duckdb
 import pytest
-import torch
 from pyiceberg.expressions import And
 from safetensors.torch import load_file, save_file
 
-import dlac_pipeline as dlac
 from dlac_pipeline.checkpoint.store import tiers_of
 from dlac_pipeline.extensions.branches.retire import retire_left
 from dlac_pipeline.extensions.branches.rewind import rewind_run
@@ -25,6 +24,7 @@ from dlac_pipeline.extensions.exchange.fork import adopt_checkpoint, fork_run
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.lakehouse.iceberg.connect import among, equals
 from dlac_pipeline.lakehouse.iceberg.pins import remove_pin
+from dlac_pipeline.lakehouse.iceberg.snapshots import snapshot_of
 from dlac_pipeline.lakehouse.ledger.ledger import Ledger
 from dlac_pipeline.lakehouse.ledger.typed_rows import ClaimRow
 from dlac_pipeline.memory_states.states import memory_folder, read_states
@@ -32,19 +32,8 @@ from dlac_pipeline.spec.job_spec import JobSpec
 from tests.conftest import Arena, source_rows, wait_until
 from tests.extensions.erasure.test_forget import Erasure, rows_until, small
 
-
-def train_sharded(arena: Arena, spec: JobSpec, *, until: int | None = None) -> dict[int, list[int]]:
-    """Train a run with `DistributedState`, which loads adopted weights. Return its rows by step."""
-    seen = {}
-    with arena.training_run(spec) as run:
-        model = torch.nn.Linear(4, 1)
-        run.restore(dlac.DistributedState(model=model, optimizer=torch.optim.AdamW(model.parameters())))
-        for batch in run.batches():
-            if batch.step == until:
-                break
-            seen[batch.step] = batch["row_id"][batch.valid].tolist()
-            run.step_done(batch.mean(batch["x"].sum(-1)))
-    return seen
+train_sharded = partial(Arena.train, sharded=True)
+"""Train a run with an engine that loads adopted weights, and return its rows by step."""
 
 
 class Exported:
@@ -121,15 +110,6 @@ def test_unknown_adoption_is_a_limit(exported: Exported) -> None:
     ]
 
 
-def kill_with_state(arena: Arena, spec: JobSpec, step: int) -> Path:
-    """Launch a run, and kill supervisor and ranks once a state of a step is in memory. Return the folder of its states."""
-    launch, folder = arena.launch(spec), memory_folder(spec)
-    assert folder is not None
-    wait_until(lambda: any(each.first.step >= step for each in read_states(folder)), what=f"a state of step {step}")
-    launch.destroy()
-    return folder
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("rewound", [False, True])
 def test_state_in_memory_refuses_certificate(arena: Arena, rewound: bool) -> None:
@@ -139,7 +119,10 @@ def test_state_in_memory_refuses_certificate(arena: Arena, rewound: bool) -> Non
     memory.mkdir()
     changes = {"memory": str(memory), "memory_every_steps": 1, "every_steps": 4, "pause_s": 0.1}
     spec = small(arena, "r", **changes)
-    folder = kill_with_state(arena, spec, 7)
+    launch, folder = arena.launch(spec), memory_folder(spec)
+    assert folder is not None
+    wait_until(lambda: any(each.first.step >= 7 for each in read_states(folder)), what="a state of step 7")
+    launch.destroy()
     row = next(each["rows"][0] for each in arena.entries("r") if each["step"] == 7)
     staged = arena.home / "checkpoints" / "r" / "attempt-0001" / f"step-000000007-{arena.rows('r', ClaimRow)[0].nonce}"
     staged.mkdir()
@@ -240,22 +223,17 @@ def test_malformed_certificate_is_refused(arena: Arena, change: dict[str, Any]) 
         )
 
 
-def lose_first_snapshot(arena: Arena, count: int) -> None:
-    """Delete all rows, append others, and expire the snapshot that was planned."""
-    planned = arena.lakehouse.load("src.t").current_snapshot()
-    assert planned is not None
-    remove_pin(arena.lakehouse, "src.t", planned.snapshot_id, force=True)
-    arena.lakehouse.load("src.t").overwrite(source_rows(count, count))
-    arena.lakehouse.load("src.t").maintenance.expire_snapshots().by_ids([planned.snapshot_id]).commit()
-
-
 @pytest.mark.slow
 def test_expired_row_is_found_by_key(arena: Arena) -> None:
     """A row that was deleted from the table, and whose snapshot and file are gone, is forgotten by its key."""
     arena.table(appends=(200,))
     spec = small(arena, "r", row_keys=True, identity_columns=["row_id"])
     steps = arena.train(spec)
-    lose_first_snapshot(arena, 200)
+    table = arena.lakehouse.load("src.t")
+    planned = snapshot_of(table, None).snapshot_id
+    remove_pin(arena.lakehouse, "src.t", planned, force=True)
+    table.refresh().overwrite(source_rows(200, 200))
+    table.maintenance.expire_snapshots().by_ids([planned]).commit()
     erasure = Erasure(arena, [f"row_id = {steps[5][0]}"], spec)
     plan = erasure.plan()
     assert (plan["rows"]["count"], plan["runs"][0]["first_affected_step"]) == (1, 6)

@@ -95,10 +95,7 @@ def test_passport_names_what_it_misses(forked: Forked, here: Command) -> None:
 
 
 def test_wrong_passport_is_refused(forked: Forked, here: Command) -> None:
-    """One of other weights, one cut short, and one without documents, whose own digest fits.
-
-    So are weights whose header still names the checkpoint.
-    """
+    """One of other weights, one cut short, one without documents whose digest fits, and weights that name the checkpoint."""
     first, _ = forked.export(here, "a", "a.safetensors")
     second, _ = forked.export(here, "b", "b.safetensors")
     own, content = passport_of(second).read_bytes(), passport_of(first).read_bytes()
@@ -114,21 +111,15 @@ def test_wrong_passport_is_refused(forked: Forked, here: Command) -> None:
         passport_of(first).write_bytes(damaged)
         with pytest.raises(SpecInvalid, match="expected a passport that `dlac passport write` wrote"):
             OpenPassport(first)
-    check_forged(here, forked.arena.home, second, own)
+    line, _, filtered = own.partition(b"\n")
+    facts = json.loads(line)
+    del facts["digest"]
+    digest = blake3(json.dumps(facts, sort_keys=True).encode() + b"\n" + bytes(len(filtered))).hexdigest()
+    passport_of(second).write_bytes(json.dumps(facts | {"digest": digest}).encode() + b"\n" + bytes(len(filtered)))
+    refused = here("passport", "check", str(second), "1007", "--json", home=forked.arena.home)
+    assert (refused.returncode, "found a changed one" in refused.stderr) == (64, True)
     passport_of(second).write_bytes(own)
     with safe_open(second, framework="pt") as opened:
         save_file({"weight": torch.ones(1)}, second, opened.metadata())
     with pytest.raises(SpecInvalid, match=r"found others in .*b.safetensors"):
         OpenPassport(second)
-
-
-def check_forged(here: Command, home: Path, out: Path, content: bytes) -> None:
-    """Check that a passport without documents, whose own digest fits, is refused where the ledger knows the weights."""
-    line, _, filtered = content.partition(b"\n")
-    facts = json.loads(line)
-    del facts["digest"]
-    digest = blake3(json.dumps(facts, sort_keys=True).encode() + b"\n" + bytes(len(filtered))).hexdigest()
-    passport_of(out).write_bytes(json.dumps(facts | {"digest": digest}).encode() + b"\n" + bytes(len(filtered)))
-    question = ("passport", "check", str(out), "1007", "--json")
-    refused = here(*question, home=home)
-    assert (refused.returncode, "found a changed one" in refused.stderr) == (64, True)

@@ -14,6 +14,7 @@ from tests.fixtures import Command
 from tests.integration.audit_runs import Workshop, trained
 
 
+@pytest.mark.slow
 def test_totals_are_those_of_the_audit(arena: Arena, here: Command) -> None:
     """Of a fork with some rows excluded, and of its parent as it was at the fork, as a text that the provider completes."""
     arena.table(appends=(500,))

@@ -1,7 +1,4 @@
-"""Delta tables for tests: commits by hand, deletion vectors, which deltalake does not write, and rows as DataFusion reads them.
-
-The log and the vectors are written as the Delta protocol defines them, without code of the library or of DLAC.
-"""
+"""Delta tables for tests: commits and deletion vectors as the protocol defines them, and rows as DataFusion reads them."""
 
 import json
 import struct

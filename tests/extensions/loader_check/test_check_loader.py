@@ -151,11 +151,7 @@ ALL_EXACT = dict.fromkeys(("second_pass", "second_pass_shuffled", "pass_boundary
     ids=["order of the pass", "lost seed", "end skips a pass"],
 )
 def test_passes_are_judged(folder: Folder, before: str, after: str, expected: dict[str, bool]) -> None:
-    """A loader whose order depends on the number of the pass is exact, wherever it is resumed.
-
-    A resumed pass in the order of the first one repeats rows within it, or has that order. A state of the end of a pass may
-    skip the next one.
-    """
+    """An order by passes is exact if resumed in it. A resumed pass in the first one's order repeats rows, or skips a pass."""
     assert not before or PERMUTED.count(before) == 1
     status, verdicts, errors = folder.check(PERMUTED.replace(before, after), ",".join(expected))
     exact = {name: each["exact"] for name, each in verdicts.items()}

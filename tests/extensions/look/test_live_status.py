@@ -93,10 +93,7 @@ def test_rows_past_pass_count_for_next(arena: Arena, tmp_path: Path) -> None:
 
 @contextmanager
 def claimed_again(arena: Arena, folder: Path, **named: int) -> Iterator[Path]:
-    """The launch folder of a living attempt after step 5 of a run; it has no ranks but what a test writes down.
-
-    `named` are fields of its claim.
-    """
+    """The launch folder of an attempt after step 5, without ranks. `named` are fields of its claim."""
     arena.table(appends=(500,))
     spec = arena.trained("r", world_size=1, passes=2, every_steps=5, until=7)
     with run_lock(spec.checkpoint.local, "r", wait_s=0, takeover=False):

@@ -38,10 +38,7 @@ def test_deadly_rows_are_quarantined(arena: Arena) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize(("rows", "follow"), [(300, "pinned"), (20, "pinned"), (320, "appends")])
 def test_last_deadly_rows_are_quarantined_visibly(arena: Arena, rows: int, follow: str) -> None:
-    """The rows are in the run's last or only batch. The leg without them is committed nevertheless.
-
-    A run that follows its table ends. The next launch knows the quarantine, and does not die again.
-    """
+    """The rows are in the run's last or only batch: a leg without them is committed, which the next launch knows."""
     arena.table(appends=(rows,))
     batches = arena.train(arena.spec("before", world_size=1, passes=1))
     last = batches[max(batches)]

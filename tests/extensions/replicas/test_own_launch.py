@@ -41,14 +41,11 @@ def begin_launch(
 class Group:
     """The first rank of a group, as far as its launch knows it. `end` is its death."""
 
-    def __init__(
-        self, arena: Arena, number: int, *, restarted: bool = False, takeover: bool = False, **changes: Any
-    ) -> None:
+    def __init__(self, arena: Arena, number: int, **how: Any) -> None:
         """Begin a launch with the arguments of `begin_launch`."""
-        self.spec = arena.spec(RUN, **{"replicas": 3, "world_size": 1, **changes})
-        self.number = number
+        self.number, self.local = number, arena.spec(RUN).checkpoint.local
         with ExitStack() as held:
-            self.launch = begin_launch(arena, number, held, restarted=restarted, takeover=takeover, **changes)
+            self.launch = begin_launch(arena, number, held, **how)
             self._held = held.pop_all()
 
     def end(self) -> None:
@@ -91,7 +88,7 @@ def test_first_group_claims_and_others_join(arena: Arena, start: Callable[..., G
     assert first.launch.folder == second.launch.folder
     assert first.launch.point == second.launch.point
     first.end()
-    with pytest.raises(RunBusy), run_lock(second.spec.checkpoint.local, RUN, wait_s=0.0, takeover=False):
+    with pytest.raises(RunBusy), run_lock(second.local, RUN, wait_s=0.0, takeover=False):
         pass
     second.end()
     assert start(1).launch.point.attempt == 2
@@ -133,7 +130,7 @@ def test_newcomer_notices_another_attempt(arena: Arena, start: Callable[..., Gro
     second.end()
     newcomer = start(1, restarted=True)
     first.end()
-    with run_lock(newcomer.spec.checkpoint.local, RUN, wait_s=0.0, takeover=False):
+    with run_lock(newcomer.local, RUN, wait_s=0.0, takeover=False):
         assert newcomer.launch.is_abandoned()
     assert start(0, restarted=True).launch.point.attempt == 2
     assert newcomer.launch.is_abandoned()
@@ -189,10 +186,7 @@ def test_ended_run_is_not_trained_on(arena: Arena, start: Callable[..., Group], 
 
 
 def test_stop_without_time_ends_the_run(arena: Arena, start: Callable[..., Group]) -> None:
-    """They were asked to stop, and their deadline has ended them. Their torchruns know nothing of it.
-
-    A stop before a person has started the torchruns does not count.
-    """
+    """They were asked to stop, and their deadline has ended them. A stop before the torchruns were started does not count."""
     group = start(0)
     group.launch.note_stop()
     group.note(Phase.TRAINING)

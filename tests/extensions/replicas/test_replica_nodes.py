@@ -29,15 +29,8 @@ def network(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
 
 def job_of_groups(network: Network, run: str, **changes: object) -> JobSpec:
     """Return a job of four ranks on two nodes, which trains until it is stopped. Each rank is a group by default."""
-    launch = {
-        "nodes": "2",
-        "replicas": 4,
-        "world_size": 1,
-        "node_timeout_s": 3,
-        "last_call_s": 1,
-        "gather_timeout_s": 120,
-    }
-    meets = {"rendezvous": network.rendezvous, "passes": 0, "steps": 100_000, "pause_s": 0.05}
+    launch = {"nodes": "2", "replicas": 4, "world_size": 1, "node_timeout_s": 3, "last_call_s": 1}
+    meets = {"rendezvous": network.rendezvous, "gather_timeout_s": 120, "passes": 0, "steps": 100_000, "pause_s": 0.05}
     spec = network.arena.spec(run, "train_replicas.py", **{**launch, **meets, **changes})
     return spec.model_copy(update={"lakehouse": network.catalog})
 
@@ -47,16 +40,6 @@ def committed(network: Network, run: str, rank: int) -> int:
     found = [each for each in entries_of(network.arena, run) if each["rank"] == rank]
     newest = max(found, key=lambda each: each["at"], default={"pid": 0})["pid"]
     return max((each["step"] for each in found if each["pid"] == newest and each["event"] == "committed"), default=0)
-
-
-def wait_for_new_process(network: Network, run: str, rank: int, before: int) -> None:
-    """Wait until a new process of a rank has committed steps after those `before`."""
-
-    def is_new() -> bool:
-        pids = Journals(entries_of(network.arena, run)).processes.get(rank, set())
-        return len(pids) > 1 and committed(network, run, rank) > before
-
-    wait_until(is_new, what=f"a new process of rank {rank}", within_s=120)
 
 
 @pytest.mark.parametrize("lost", ["node", "node-and-newcomer", "node-of-shards", "process", "only-process"])
@@ -87,7 +70,13 @@ def test_groups_elsewhere_train_on(network: Network, lost: str) -> None:
             wait_until(lambda: network.launches[spare].of("attempt") != [], what="the newcomer", within_s=120)
             network.lose(spare)
             network.join("dlac-rd", spec)
-    wait_for_new_process(network, run, 0 if lost == "only-process" else 3, before)
+    newcomer = 0 if lost == "only-process" else 3
+
+    def trains() -> bool:
+        pids = Journals(entries_of(network.arena, run)).processes.get(newcomer, set())
+        return len(pids) > 1 and committed(network, run, newcomer) > before
+
+    wait_until(trains, what=f"a new process of rank {newcomer}", within_s=120)
     network.launches[leader].process.send_signal(signal.SIGTERM)
     network.check_finished()
     journals = Journals(entries_of(network.arena, run))

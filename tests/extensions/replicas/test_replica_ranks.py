@@ -78,10 +78,7 @@ def groups(tmp_path: Path) -> Groups:
 
 
 def test_death_after_the_end_is_no_failure(groups: Groups) -> None:
-    """The committer has finished the run and its script exports the model: no group is replaced, or ends it.
-
-    An export that fails is an error of the run, as without groups.
-    """
+    """The committer exports the model of the finished run: no group is replaced. A failed export is an error of the run."""
     groups.beat(0, Phase.DONE)
     groups.die(1)
     groups.die(2, code=1, kind="RuntimeError", origin="peer", place="gloo")

@@ -46,15 +46,9 @@ class Groups:
         for group in groups:
             if group in self._agents:
                 self._agents[group].wait()
-            command = [
-                *(
-                    str(TORCHRUN),
-                    "--standalone",
-                    f"--nproc-per-node={launch.ranks_per_replica}",
-                    "--monitor-interval=0.1",
-                ),
-                *(*options, str(PROGRAMS / "train_replicas.py")),
-            ]
+            ranks = f"--nproc-per-node={launch.ranks_per_replica}"
+            command = [str(TORCHRUN), "--standalone", ranks, "--monitor-interval=0.1", *options]
+            command.append(str(PROGRAMS / "train_replicas.py"))
             variables = {
                 **{**os.environ, "JOB_SPEC": str(self._file), "DLAC_HOME": str(self._campaign.home)},
                 **{"OMP_NUM_THREADS": "1", "REPLICA_GROUP_ID": str(group), **environment},

@@ -18,15 +18,6 @@ from tests.conftest import Arena
 ORDER = OrderSpec(batch_size=24, key_groups=6, block_slices=2, seed=11, passes=2)
 
 
-@pytest.fixture
-def opened(arena: Arena) -> OpenLeg:
-    """An open leg over many small appends."""
-    arena.table(appends=(3, 1, 7, 110, 2, 14), row_group_rows=20)
-    plan = make_plan(arena.lakehouse, SourceSpec(table="src.t", columns=["row_id", "x"]))
-    spec = arena.spec("r").model_copy(update={"order": ORDER})
-    return open_leg(Plans(arena.lakehouse), first_leg(spec, [plan]), spec)
-
-
 def read_alone(opened: OpenLeg) -> list[Batch]:
     """The global batches, as one rank reads them."""
     with closing(opened.reader()) as reader:

@@ -105,10 +105,7 @@ def _descendants(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
     [*((script, 1) for script in SCRIPTS[1:]), *((script, 2) for script in (*SCRIPTS, "train_titan.py"))],
 )
 def test_trainer_resumes_exactly_after_kill(lake: Lake, script: str, ranks: int) -> None:
-    """A rank is killed after the second checkpoint, and the run is compared with one that nothing disturbs.
-
-    Trainers accumulate gradients, and have dropout. One undisturbed rank runs without torchrun.
-    """
+    """A rank is killed after the second checkpoint. The run, with accumulation and dropout, equals an undisturbed one."""
     run = f"{Path(script).stem}-{ranks}"
     alone = f"{run}-alone"
     killed = lake.start(script, run, ranks)
