@@ -329,7 +329,7 @@ class BatchReader:
 
 
 def until_none(take: Callable[[], Batch | None]) -> Iterator[Batch]:
-    """Yield what a function returns until it returns None. Unlike a generator it has no `close`, so the next loop goes on."""
+    """Yield the results of a function until it returns None. Unlike a generator it has no `close`, so the next loop goes on."""
     return cast("Iterator[Batch]", iter(take, None))
 
 

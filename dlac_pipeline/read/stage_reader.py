@@ -19,7 +19,7 @@ class StageReader:
     """Key groups whose cursors this rank reports: none."""
 
     def __init__(self, order: LegOrder, *, readers: int, step: int, exchange: Exchange = alone) -> None:
-        """`readers` share a batch. `exchange` sums what they count of a streamed leg, and takes nothing from this rank."""
+        """`readers` share a batch. `exchange` sums their counts of a streamed leg, and takes nothing from this rank."""
         self._order, self._readers, self._exchange = order, readers, exchange
         last = order.total_steps
         self._steps = iter(count(step + 1) if last is None else range(step + 1, last + 1))

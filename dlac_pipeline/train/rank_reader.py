@@ -55,7 +55,7 @@ class Reader(Protocol):
 
 
 def open_reader(opened: OpenLeg, step: int, state: ReaderState, communicator: Communicator, *, nonce: str) -> Reader:
-    """Open what this rank reads after a step. Collective. Raises as `OpenLeg.reader`."""
+    """Open the reader of this rank after a step. Collective. Raises as `OpenLeg.reader`."""
     read, order, own = opened.spec.read, opened.order, communicator.coordinate
     last = order.total_steps
     step = step if last is None else min(step, last)  # replays come after the last one
@@ -101,7 +101,7 @@ class ReplayingReader:
         *,
         skipped_before: Sequence[int],
     ) -> None:
-        """`open_again` opens a reader of what follows a step. `skipped_before`: steps until the tracker's last checkpoint."""
+        """`open_again` opens a reader after a step. `skipped_before`: steps until the tracker's last checkpoint."""
         end = opened.order.total_steps
         assert end is not None, "the job spec has a source that ends"
         self.groups = reader.groups

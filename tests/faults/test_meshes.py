@@ -56,6 +56,23 @@ def spec(arena: Arena, run: str, ranks: int, mesh: dict[str, int], *, shares: st
 MESHES: tuple[dict[str, int], ...] = ({"tp": 2}, {"pp": 2}, {}, {"tp": 2, "pp": 2})
 
 
+@pytest.fixture(scope="module")
+def one_rank(tokens: Arena) -> Arena:
+    """The lakehouse with a run of one rank."""
+    tokens.launched(spec(tokens, "one-rank", 1, {}))
+    return tokens
+
+
+def test_pipeline_trains_every_row_once(tokens: Arena) -> None:
+    """Two stages share one decoded batch. The last one dies, and no row is lost or repeated."""
+    launch = tokens.launch(spec(tokens, "staged", 2, {"pp": 2}, shares="node"))
+    launch.wait_for("checkpoint", 2)
+    os.kill(launch.ranks()[1].pid, signal.SIGKILL)
+    assert launch.wait() == 0, launch.stderr
+    assert audit_run(tokens.lakehouse, "staged").exact
+    assert sorted(row for step in tokens.journal("staged").values() for row in step) == list(range(ROWS))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("shares", ["each", "node"])
 def test_middle_stage_gets_no_values(tokens: Arena, shares: str) -> None:
@@ -105,7 +122,7 @@ def test_script_under_torchrun_has_own_mesh(one_rank: Arena, monkeypatch: pytest
     command = [str(Path(sys.executable).with_name("torchrun")), *options]
     with subprocess.Popen(command) as launcher:
         wait_until(lambda: len(one_rank.rows("own-mesh", CheckpointRow)) > 1, what="a checkpoint", pause_s=0.5)
-        for each in (*psutil.Process(launcher.pid).children(recursive=True), launcher):
+        for each in (*psutil.Process(launcher.pid).children(recursive=True), psutil.Process(launcher.pid)):
             each.kill()
     assert subprocess.run(command, check=False, timeout=240).returncode == 0
     assert {(row.readers, row.world_size) for row in one_rank.lineage("own-mesh")} == {(2, 4)}
@@ -120,10 +137,9 @@ def packed(job: JobSpec) -> JobSpec:
 
 
 @pytest.mark.slow
-def test_run_changes_its_mesh(tokens: Arena) -> None:
+def test_run_changes_its_mesh(one_rank: Arena) -> None:
     """A random rank dies in each launch, and the next has another mesh: rows and losses are those of one rank, on each rank."""
-    tokens.launched(spec(tokens, "one-rank", 1, {}))
-    chance = random.Random(2)
+    tokens, chance = one_rank, random.Random(2)
     for number, mesh in enumerate(MESHES):
         launch = tokens.launch(spec(tokens, "meshed", 4, mesh, shares="node"))
         launch.wait_for("checkpoint", 1)

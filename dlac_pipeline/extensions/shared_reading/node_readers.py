@@ -1,6 +1,6 @@
 """Readers of the ranks of a node that have one share: the first one decodes it, and the others map each batch of the first.
 
-Batches go over a Unix socket: what describes a batch, and the block of shared memory that has its tensors.
+A message over a Unix socket describes a batch, and names the block of shared memory that has its tensors.
 """
 
 import os

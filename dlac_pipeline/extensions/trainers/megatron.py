@@ -23,7 +23,7 @@ class RunIterator:
     """
 
     def __init__(self, run: TrainingRun, inputs: Callable[[Batch], Any], *, micro_batch_size: int) -> None:
-        """`inputs` makes what the forward step takes of a micro-batch.
+        """`inputs` makes the arguments of the forward step of a micro-batch.
 
         Raise `SpecInvalid` if the size does not divide the samples of a rank's batch.
         """
