@@ -47,6 +47,7 @@ def main() -> None:
     open_share = partial(opened.reader, coordinate=ALL_SLOTS)
     place = SharePlace(
         name=name,
+        key=name.encode(),
         ranks=[0, 1],
         rank=int(rank),
         groups=groups_of_slots(ALL_SLOTS.slots(settings.batch_size), settings.samples_per_group),

@@ -4,6 +4,7 @@ Once that has ended, skipped steps are replayed if the job spec says so.
 """
 
 import json
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -35,6 +36,8 @@ class SharePlace:
     """Name of these ranks in their attempt, which no other ones on the node have."""
     ranks: list[int]
     rank: int
+    key: bytes
+    """Secret of the ranks of the attempt, without a space."""
     groups: range
     """Key groups of the share."""
     waits: Waits
@@ -61,6 +64,7 @@ def open_reader(opened: OpenLeg, step: int, state: ReaderState, communicator: Co
     step = step if last is None else min(step, last)  # replays come after the last one
     takers = communicator.ranks_with_values(of_all_stages=read.stages == "all")
     takes = communicator.rank in takers
+    key = communicator.tree.broadcast(secrets.token_hex().encode()) if read.shares == "node" else b""
     shared = takes and read.shares == "node" and len(takers) > 1
     joins = not shared or communicator.rank == takers[0]
     exchange = communicator.exchange(counted=order.counted, joins=joins)
@@ -73,6 +77,7 @@ def open_reader(opened: OpenLeg, step: int, state: ReaderState, communicator: Co
         name=f"{nonce}-{takers[0]}",
         ranks=takers,
         rank=communicator.rank,
+        key=key,
         groups=groups_of_slots(own.slots(order.settings.batch_size), order.settings.samples_per_group),
         waits=communicator.waits,
     )

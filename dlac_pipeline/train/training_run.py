@@ -277,7 +277,7 @@ class TrainingRun:
             raise ScriptInvalid(
                 f"expected a loss of step {batch.step} from rank {self.rank}, which has the last stage, found None"
             )
-        if self._loader is not None:
+        if self._loader is not None and loss is not None:
             self._loader.check_weights(always_full=self._attempt.order.always_full)
         self._checkpointing.record_step(batch, loss, applied=applied)
         self._batch = None  # not before: after an error that the script keeps to itself, nothing may be committed

@@ -1,5 +1,7 @@
 """The door of ways to share what is read: shared memory, and another author's queues. All ranks of a share get its batches."""
 
+import socket
+import struct
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,9 +14,11 @@ from typing import Any
 import pytest
 import torch
 
+from dlac_pipeline.extensions.shared_reading import node_readers
 from dlac_pipeline.lakehouse.doors import Door
 from dlac_pipeline.lakehouse.errors import TrainingFailed
 from dlac_pipeline.plan.slots import DataCoordinate, groups_of_slots
+from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.read.opening.open_leg import OpenLeg
 from dlac_pipeline.read.reader import Waits
 from dlac_pipeline.read.stage_reader import StageReader
@@ -68,7 +72,7 @@ def readers(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
     def make(opened: OpenLeg) -> list[Reader]:
         settings, name = opened.order.settings, uuid.uuid4().hex
         groups = groups_of_slots(OWN.slots(settings.batch_size), settings.samples_per_group)
-        place = partial(SharePlace, name=name, ranks=RANKS, groups=groups, waits=Waits())
+        place = partial(SharePlace, name=name, key=b"secret", ranks=RANKS, groups=groups, waits=Waits())
         return [share(place(rank=rank), partial(opened.reader, coordinate=OWN)) for rank in RANKS]
 
     return make
@@ -85,6 +89,38 @@ def test_ranks_of_a_share_get_its_batches(opened: OpenLeg, readers: Make) -> Non
         reader.close()
     assert [reader.groups for reader in made] == [groups] * len(RANKS)
     assert found == [expected] * len(RANKS)
+
+
+def test_kept_batches_stay_as_they_were(opened: OpenLeg, readers: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script may keep all batches, mapped ones and copies."""
+    monkeypatch.setattr(node_readers, "_MOST_LIVE", 2)
+    with closing(opened.reader(coordinate=OWN)) as alone:
+        expected = [facts_of(batch) for batch in alone]
+    made = readers(opened)
+    with ThreadPoolExecutor(len(RANKS)) as threads:
+        kept: list[list[Batch]] = [*threads.map(list, made)]
+    for batches in kept:
+        assert [facts_of(batch) for batch in batches] == expected
+    for reader in made:
+        reader.close()
+
+
+def test_stranger_is_no_rank(opened: OpenLeg) -> None:
+    """A process that finds the address, and has not the key of the run, gets nothing, and no rank waits for it."""
+    settings = opened.order.settings
+    groups = groups_of_slots(OWN.slots(settings.batch_size), settings.samples_per_group)
+    place = partial(SharePlace, name=uuid.uuid4().hex, key=b"secret", ranks=[0, 1], groups=groups, waits=Waits())
+    share = SHARES.load("node", setting="read.shares")
+    made = [share(place(rank=rank), partial(opened.reader, coordinate=OWN)) for rank in (0, 1)]
+    with socket.socket(socket.AF_UNIX) as stranger, ThreadPoolExecutor(2) as threads:
+        stranger.connect(f"\0dlac-{place.keywords['name']}")
+        stranger.sendall(struct.pack("!i", 7) + b"other 1")
+        stranger.settimeout(20)
+        first, second = threads.map(lambda reader: [batch.step for batch in reader], made)
+        assert stranger.recv(1) == b""
+    assert first == second == [*range(1, (opened.order.total_steps or 0) + 1)]
+    for reader in made:
+        reader.close()
 
 
 def test_left_loop_goes_on_in_the_next(opened: OpenLeg, readers: Make) -> None:
@@ -117,7 +153,7 @@ def test_rank_that_leaves_is_named(opened: OpenLeg) -> None:
     """A rank whose neighbour has died raises, and does not wait for it."""
     settings = opened.order.settings
     groups = groups_of_slots(OWN.slots(settings.batch_size), settings.samples_per_group)
-    place = partial(SharePlace, name=uuid.uuid4().hex, ranks=[0, 1], groups=groups, waits=Waits())
+    place = partial(SharePlace, name=uuid.uuid4().hex, key=b"secret", ranks=[0, 1], groups=groups, waits=Waits())
     share = SHARES.load("node", setting="read.shares")
     first, second = (share(place(rank=rank), partial(opened.reader, coordinate=OWN)) for rank in (0, 1))
     with ThreadPoolExecutor(2) as threads:

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dlac_pipeline import training_run
+from dlac_pipeline.elastic.ranks.this_process import ThisProcess
 from dlac_pipeline.lakehouse.errors import SpecInvalid
 from dlac_pipeline.spec.job_spec import parse_spec, read_spec
 from dlac_pipeline.spec.mesh_spec import MeshSpec
@@ -150,3 +151,18 @@ def test_script_may_pass_its_mesh(tmp_path: Path) -> None:
     finally:
         torch.distributed.destroy_process_group()
     assert found.launch.mesh == MeshSpec(pp=2, tp=2)
+
+
+def test_launcher_that_counts_no_node_shares_nothing() -> None:
+    """A rank whose launcher does not say how many are on its node takes the values of its share, and no other one's place."""
+    for rank in range(4):
+        alone = ThisProcess(rank=rank, world_size=4, local_rank=rank, ranks_here=None)
+        assert alone.ranks_with_values(of_all_stages=False) == [rank]
+    mesh = MeshSpec(tp=2, pp=3)
+    takers = [
+        ThisProcess(rank=rank, world_size=12, mesh=mesh, local_rank=rank, ranks_here=12).ranks_with_values(
+            of_all_stages=False
+        )
+        for rank in (0, 3, 5)
+    ]
+    assert takers == [[0, 1, 8, 9], [2, 3, 10, 11], [0, 1, 8, 9]]

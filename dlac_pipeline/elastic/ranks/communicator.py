@@ -25,6 +25,7 @@ class Communicator:
         self.rank = process.rank
         self.world_size = process.world_size
         self.coordinate, self.speaks, self.mesh = process.coordinate, process.speaks, process.mesh
+        self.ranks_with_values = process.ranks_with_values
         local_rank = process.rank if process.local_rank is None else process.local_rank
         self.is_first_of_node = process.world_size == 1 or local_rank == 0
         self.first_rank_here = 0 if process.world_size == 1 else process.rank - local_rank
@@ -50,16 +51,6 @@ class Communicator:
         """Add the numbers of all ranks, in place. Collective."""
         if self._group is not None:
             dist.all_reduce(numbers, group=self._group)
-
-    def ranks_with_values(self, *, of_all_stages: bool) -> list[int]:
-        """Return the ranks on this node that take the values of this rank's share: not those of the stages in the middle."""
-        mesh, size = self.mesh, self.world_size
-        return [
-            rank
-            for rank in range(self.first_rank_here, self.first_rank_here + self.ranks_here)
-            if mesh.coordinates(rank, size)["dp"] == self.coordinate.index
-            and (of_all_stages or not mesh.is_middle_stage(rank, size))
-        ]
 
     def exchange(self, *, counted: bool, joins: bool = True) -> Exchange:
         """Return the exchange of the lengths of batches. Collective, unless they are `counted` beforehand.

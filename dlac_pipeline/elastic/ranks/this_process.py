@@ -47,6 +47,21 @@ class ThisProcess:
         """True for the first process of a coordinate. It alone reports what the coordinate reads."""
         return self.mesh.speaks(self.rank, self.world_size)
 
+    def ranks_with_values(self, *, of_all_stages: bool) -> list[int]:
+        """Return the ranks that take the values of this one's share: those on this node, as far as the launcher names them.
+
+        Stages in the middle take none, unless those `of_all_stages` do.
+        """
+        first = self.rank - (self.local_rank or 0)
+        counted = self.ranks_here is not None and self.local_rank is not None
+        here = range(first, first + self.ranks_here) if counted and self.ranks_here else [self.rank]
+        return [
+            rank
+            for rank in here
+            if self.mesh.coordinates(rank, self.world_size)["dp"] == self.coordinate.index
+            and (of_all_stages or not self.mesh.is_middle_stage(rank, self.world_size))
+        ]
+
     @property
     def rank_of_all(self) -> int:
         """Number among all ranks of the attempt."""

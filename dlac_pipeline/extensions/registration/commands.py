@@ -140,13 +140,15 @@ def _mesh_of(text: str) -> "MeshSpec":
 
     from dlac_pipeline.spec.mesh_spec import MeshSpec
 
-    given = dict(each.strip().partition("=")[::2] for each in text.split(",") if each.strip())
+    given = [each.strip().partition("=")[::2] for each in text.split(",") if each.strip()]
+    names = [name for name, _ in given]
     try:
-        return MeshSpec.model_validate(given)
-    except ValidationError as err:
-        raise SpecInvalid(
-            f"expected numbers of ranks in --mesh, such as tp=2,pp=2, found {text!r}: {err.errors()[0]['msg']}"
-        ) from err
+        if not {*names} <= {"tp", "pp"} or len({*names}) < len(names):
+            raise ValueError("the script has tensor parallelism (tp) and stages (pp), each at most once")
+        return MeshSpec.model_validate(dict(given))
+    except ValueError as err:
+        why = err.errors()[0]["msg"] if isinstance(err, ValidationError) else str(err)
+        raise SpecInvalid(f"expected numbers of ranks in --mesh, such as tp=2,pp=2, found {text!r}: {why}") from err
 
 
 def _has_catalog(config: "LakehouseConfig") -> bool:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -233,6 +234,7 @@ def write_project(
                 "--columns, or leave out --mesh"
             )
         script, values["ranks"] = "mesh", str(mesh.replica_ranks)
+        values["batch_size"] = str(math.lcm(int(values["batch_size"]), mesh.pp))  # each stage takes equal micro-batches
         params = {"layers": str(2 * mesh.pp), "width": str(32 * mesh.tp), "vocabulary": str(vocabulary)}
         dimensions = {name: size for name, size in mesh.model_dump().items() if size > 1}
         for section, settings in (("launch.mesh", dimensions), ("params", params)):

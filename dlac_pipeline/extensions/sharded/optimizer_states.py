@@ -185,10 +185,9 @@ class OptimizerStates:
 
     def _add_groups(self, optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> None:
         """Add the groups that the script adds during training, as when it thaws a layer."""
-        known, parameters = (
-            set(self._names().values()),
-            {n: each for each, all_ in self._tied_names().items() for n in all_},
-        )
+        tied, own = self._tied_names(), self._names()
+        parameters = {name: each for each, names in tied.items() for name in names}
+        known = {name for each in own for name in tied[each]}
         for group in saved[len(optimizer.param_groups) :]:
             names = group[_PARAMETERS]
             if known.isdisjoint(names) and parameters.keys() >= set(names):

@@ -86,11 +86,11 @@ class Blocks:
         if fitting:
             block = min(fitting, key=lambda each: each.size)
         else:
-            for small in free[:1]:
-                os.close(small.file)
             number = free[0].number if free else len(self._blocks)
             block = self._make(number, max(_PAGE, int(nbytes * _SPARE)))
             self._blocks[number : number + 1] = [block]
+            for small in free[:1]:
+                os.close(small.file)
         for target, tensor in zip(_place(layout, block.memory), tensors, strict=True):
             target.copy_(tensor)
         block.given += 1
@@ -121,8 +121,11 @@ class MappedBlock:
 
     def __init__(self, file: int, index: int) -> None:
         """`index`: number of the process among those that read. The file is closed at the end."""
-        self._file = file
+        self._file, self._owner = file, os.getpid()
+        os.set_inheritable(file, False)
         self._size = os.fstat(file).st_size
+        self.live = 0
+        """Batches whose tensors are in use."""
         self._done = np.frombuffer(mmap.mmap(file, _PAGE), dtype=np.int64)[index : index + 1]
 
     def tensors(self, layout: Layout) -> list[torch.Tensor]:
@@ -131,6 +134,7 @@ class MappedBlock:
         # The owner must not be a numpy array: views refer to the lowest one, which would end too early.
         handle = (ctypes.c_ubyte * self._size).from_buffer(private)
         weakref.finalize(handle, self._finish).atexit = False
+        self.live += 1
         memory = np.frombuffer(memoryview(handle).cast("B"), dtype=np.uint8)[_PAGE:]
         return [*_place(layout, memory)]
 
@@ -139,4 +143,6 @@ class MappedBlock:
         os.close(self._file)
 
     def _finish(self) -> None:
-        self._done += 1
+        if os.getpid() == self._owner:  # a forked process has dropped its own copy
+            self.live -= 1
+            self._done += 1

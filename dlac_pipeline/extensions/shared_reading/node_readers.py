@@ -3,14 +3,16 @@
 A message over a Unix socket describes a batch, and names the block of shared memory that has its tensors.
 """
 
+import hmac
 import os
 import socket
+import struct
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any
 
@@ -30,6 +32,10 @@ _AHEAD = 2
 _MEET_S = 600.0
 """Seconds in which the ranks of a share meet. Before, each has opened the plans."""
 _LOOK_S = 0.02
+_GREETING_S, _GREETING_BYTES = 10.0, 200
+"""Limits of the first message of a rank."""
+_MOST_LIVE = 16
+"""Batches that a script may keep in shared memory. Further ones are copied: each mapping takes a descriptor."""
 _FACTS = ("step", "rows", "tokens", "readers", "cursors", "moved")
 """What a reader says of a batch besides its tensors."""
 
@@ -73,7 +79,10 @@ class GivingReader:
     def __init__(self, place: SharePlace, reader: Reader) -> None:
         self.groups = reader.groups
         self._reader, self._place = reader, place
-        self._listener = Listener(_address(place), "AF_UNIX", backlog=len(place.ranks), authkey=place.name.encode())
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.settimeout(_MEET_S)
+        self._socket.bind(_address(place))
+        self._socket.listen(len(place.ranks))
         self._connections: list[Connection] = []
         self._blocks = Blocks(others=len(place.ranks) - 1)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="dlac-give")
@@ -102,7 +111,7 @@ class GivingReader:
         self._reader.close()
         for connection in self._connections:
             connection.close()
-        self._listener.close()
+        self._socket.close()
         self._blocks.close()
 
     def _give_next(self) -> Batch | None:
@@ -116,10 +125,23 @@ class GivingReader:
         return batch
 
     def _meet(self) -> None:
-        while len(self._connections) < len(self._place.ranks) - 1:
-            self._connections.append(self._listener.accept())
-        for index, connection in enumerate(self._connections):
-            connection.send(index)
+        found: dict[int, Connection] = {}
+        while len(found) < len(self._place.ranks) - 1:
+            other = Connection(self._socket.accept()[0].detach())
+            rank = self._greeted(other)
+            if rank in self._place.ranks[1:] and rank not in found:
+                found[rank] = other
+            else:
+                other.close()
+        self._connections = [found[rank] for rank in self._place.ranks[1:]]
+
+    def _greeted(self, other: Connection) -> int | None:
+        """Return the rank at the other end. None: it is no rank of this run."""
+        with suppress(EOFError, OSError, ValueError):
+            if _is_of_this_user(other) and other.poll(_GREETING_S):
+                key, _, rank = other.recv_bytes(_GREETING_BYTES).partition(b" ")
+                return int(rank) if hmac.compare_digest(key, self._place.key) else None
+        return None
 
     def _give(self, number: int, batch: Batch) -> None:
         for connection in self._connections if number > _AHEAD else ():
@@ -141,7 +163,7 @@ class MappingReader:
         self._place = place
         self._connection: Connection | None = None
         self._blocks: dict[int, MappedBlock] = {}
-        self._index = 0
+        self._index = place.ranks.index(place.rank) - 1
         self._is_over = False
 
     def __iter__(self) -> Iterator[Batch]:
@@ -155,14 +177,17 @@ class MappingReader:
         if given is None:
             self._is_over = True
             return None
-        *tensors, valid, source = self._blocks[given.block].tensors(given.layout)
+        tensors = self._blocks[given.block].tensors(given.layout)
+        if sum(block.live for block in self._blocks.values()) > _MOST_LIVE:
+            tensors = [tensor.clone() for tensor in tensors]
+        *tensors, valid, source = tensors
         columns = dict(zip(given.columns, tensors, strict=True))
         return Batch(tensors=columns, valid=valid, source=source, **given.facts)
 
     def _receive(self) -> _Given | None:
         if self._connection is None:
             self._connection = self._connect()
-            self._index = self._connection.recv()
+            self._connection.send_bytes(self._place.key + b" %d" % self._place.rank)
         given: _Given | None = self._connection.recv()
         if given is not None and given.is_new:
             self._map(given.block, recv_handle(self._connection))
@@ -188,11 +213,24 @@ class MappingReader:
         deadline = time.monotonic() + _MEET_S
         while True:
             try:
-                return Client(_address(self._place), "AF_UNIX", authkey=self._place.name.encode())
+                with socket.socket(socket.AF_UNIX) as found:
+                    found.connect(_address(self._place))
+                    connection = Connection(found.detach())
             except ConnectionRefusedError:  # the first rank still opens the plans
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(_LOOK_S)
+                continue
+            if not _is_of_this_user(connection):
+                raise ConnectionRefusedError("the process at its address is another user's")
+            return connection
+
+
+def _is_of_this_user(connection: Connection) -> bool:
+    """Return whether the process at the other end has this one's user. Everybody on the node can see the address."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as other:
+        facts = other.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return bool(struct.unpack("3i", facts)[1] == os.getuid())
 
 
 @contextmanager
@@ -200,7 +238,7 @@ def _speaking(place: SharePlace) -> Iterator[None]:
     """Raise `TrainingFailed` if another rank of the share has left."""
     try:
         yield
-    except (OSError, EOFError) as err:
+    except (ConnectionError, TimeoutError, EOFError) as err:
         raise TrainingFailed(
             f"expected the ranks {place.ranks} to read their share together, found that one has left rank {place.rank}: see "
             "its log for the cause"

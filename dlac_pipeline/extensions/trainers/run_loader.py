@@ -70,6 +70,7 @@ class RunLoader:
     def __iter__(self) -> Iterator[Any]:
         """Yield the remaining micro-batches. Before the first one the random generators are set as in the checkpoint."""
         for batch in self._run.batches(device=self._device):
+            self._given.clear()  # a stage without a loss has asked for no weight
             full = batch.rows == self._run.spec.order.batch_size
             for part, weight in cut(batch, self._micro_batches, full=full):
                 self._run.reset_generators()

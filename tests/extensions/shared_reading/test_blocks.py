@@ -31,6 +31,23 @@ def test_mapped_batch_is_private() -> None:
     blocks.close()
 
 
+def test_forked_process_frees_nothing() -> None:
+    """A worker of a script inherits a batch, and drops it. The batch of its parent stays."""
+    blocks = Blocks(others=1)
+    block, _, layout = blocks.write(BATCH)
+    mapped = MappedBlock(os.dup(block.file), 0)
+    held = [mapped.tensors(layout)]
+    child = os.fork()
+    if not child:
+        held.clear()
+        os._exit(0)
+    os.waitpid(child, 0)
+    blocks.write([torch.full((7,), 99.0)])
+    assert torch.equal(held[0][0], BATCH[0])
+    mapped.close()
+    blocks.close()
+
+
 def test_larger_batch_replaces_a_free_block() -> None:
     """A block that is free and too small makes room, under its number."""
     blocks = Blocks(others=1)
