@@ -122,7 +122,7 @@ class BatchReader:
         self._together: Iterator[Batch] = iter(())
         """Batches that were gathered together, and are not given yet."""
         self._streamed = with_sums(order, self._ahead)
-        """The batches of a streamed leg. It reads one ahead, so a script that leaves a loop goes on with it in the next one."""
+        """The batches of a streamed leg. It reads one ahead, so the next loop of a script begins with it."""
         self._buffers = buffers
         self._opened = opened
         self._readers = readers
@@ -329,7 +329,7 @@ class BatchReader:
 
 
 def until_none(take: Callable[[], Batch | None]) -> Iterator[Batch]:
-    """Yield the results of a function until it returns None. Unlike a generator it has no `close`, so the next loop goes on."""
+    """Yield the results of a function until it returns None. Unlike a generator it has no `close`, so the next loop continues."""
     return cast("Iterator[Batch]", iter(take, None))
 
 
