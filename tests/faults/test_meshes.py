@@ -74,7 +74,7 @@ def test_pipeline_trains_every_row_once(tokens: Arena) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shares", ["each", "node"])
+@pytest.mark.parametrize("shares", [pytest.param("each", marks=pytest.mark.soak), "node"])
 def test_middle_stage_gets_no_values(tokens: Arena, shares: str) -> None:
     """Packed documents go through four stages. The whole node dies, and then a stage in the middle."""
     for run, ranks, mesh in (("packed-one", 1, {}), (f"packed-{shares}", 4, {"pp": 4})):
@@ -95,7 +95,11 @@ def test_middle_stage_gets_no_values(tokens: Arena, shares: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", [{"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}], ids="+".join)
+@pytest.mark.parametrize(
+    "mesh",
+    [*(pytest.param({name: 2}, marks=pytest.mark.soak) for name in ("tp", "pp")), {"tp": 2, "pp": 2}],
+    ids="+".join,
+)
 def test_dropout_resumes_to_the_last_bit(tokens: Arena, mesh: dict[str, int]) -> None:
     """Blocks with dropout that are computed again in the backward pass draw the same numbers after a death, of all and of one."""
     for run in (f"dropped-{'-'.join(mesh)}", f"calm-{'-'.join(mesh)}"):
