@@ -55,6 +55,13 @@ class Queued:
 """
 
 
+def place_of(opened: OpenLeg, ranks: list[int]) -> partial[SharePlace]:
+    """Return the place of a rank among those of a share, but for the rank."""
+    settings = opened.order.settings
+    groups = groups_of_slots(OWN.slots(settings.batch_size), settings.samples_per_group)
+    return partial(SharePlace, name=uuid.uuid4().hex, key=b"secret", ranks=ranks, groups=groups, waits=Waits())
+
+
 Make = Callable[[OpenLeg], list[Reader]]
 
 
@@ -70,9 +77,7 @@ def readers(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
     share: Callable[[SharePlace, Callable[[], Reader]], Reader] = door.load(request.param, setting="read.shares")
 
     def make(opened: OpenLeg) -> list[Reader]:
-        settings, name = opened.order.settings, uuid.uuid4().hex
-        groups = groups_of_slots(OWN.slots(settings.batch_size), settings.samples_per_group)
-        place = partial(SharePlace, name=name, key=b"secret", ranks=RANKS, groups=groups, waits=Waits())
+        place = place_of(opened, RANKS)
         return [share(place(rank=rank), partial(opened.reader, coordinate=OWN)) for rank in RANKS]
 
     return make
@@ -107,9 +112,7 @@ def test_kept_batches_stay_as_they_were(opened: OpenLeg, readers: Make, monkeypa
 
 def test_stranger_is_no_rank(opened: OpenLeg) -> None:
     """A process that finds the address, and has not the key of the run, gets nothing, and no rank waits for it."""
-    settings = opened.order.settings
-    groups = groups_of_slots(OWN.slots(settings.batch_size), settings.samples_per_group)
-    place = partial(SharePlace, name=uuid.uuid4().hex, key=b"secret", ranks=[0, 1], groups=groups, waits=Waits())
+    place = place_of(opened, [0, 1])
     share = SHARES.load("node", setting="read.shares")
     made = [share(place(rank=rank), partial(opened.reader, coordinate=OWN)) for rank in (0, 1)]
     with socket.socket(socket.AF_UNIX) as stranger, ThreadPoolExecutor(2) as threads:
@@ -151,9 +154,7 @@ def facts_of(batch: Any) -> dict[str, Any]:
 
 def test_rank_that_leaves_is_named(opened: OpenLeg) -> None:
     """A rank whose neighbour has died raises, and does not wait for it."""
-    settings = opened.order.settings
-    groups = groups_of_slots(OWN.slots(settings.batch_size), settings.samples_per_group)
-    place = partial(SharePlace, name=uuid.uuid4().hex, key=b"secret", ranks=[0, 1], groups=groups, waits=Waits())
+    place = place_of(opened, [0, 1])
     share = SHARES.load("node", setting="read.shares")
     first, second = (share(place(rank=rank), partial(opened.reader, coordinate=OWN)) for rank in (0, 1))
     with ThreadPoolExecutor(2) as threads:

@@ -1,4 +1,4 @@
-"""Four ranks that save a GPT on each mesh and load it on each other one, bit for bit. Rank 0 writes differences as JSON."""
+"""Four ranks that save a GPT with tied weights on each mesh, and load it on each other one. Rank 0 writes what differs."""
 
 import json
 import os
