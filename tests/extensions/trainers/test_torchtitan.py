@@ -21,11 +21,7 @@ def spec(arena: Arena, run: str, ranks: int, tensors: int) -> JobSpec:
         "source": {"table": "src.titan", "columns": ["row_id", "tokens"]},
         "order": {"batch_size": 16, "key_groups": 4, "seed": 5},
         "checkpoint": {"every_steps": 5},
-        "launch": {
-            "script": str(arena.program("train_torchtitan.py")),
-            "world_size": ranks,
-            "mesh": {"tp": tensors},
-        },
+        "launch": {"script": str(arena.program("train_torchtitan.py")), "world_size": ranks, "mesh": {"tp": tensors}},
         "params": {"journal": str(arena.home / "journal")},
     }
     return parse_spec(raw, origin="the test").resolved(arena.home)
