@@ -1,7 +1,7 @@
 """The rank of benchmarks/mesh.py: a small GPT split by tensors, stages and sequences, with a log of the rows of each step.
 
 Sequences are split over the ranks of cp, which attend to the keys of all of them. Each token predicts itself, so that batches of
-samples and packed documents are alike. Each token of a row has the number of that row.
+samples and packed documents have the same form. Each token of a row has the number of that row.
 """
 
 import json

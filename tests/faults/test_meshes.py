@@ -219,7 +219,7 @@ def test_only_early_stages_lack_a_loss(campaign: Arena) -> None:
 
 @pytest.mark.slow
 def test_pipeline_engine_resumes_exactly(tokens: Arena) -> None:
-    """DeepSpeed's pipeline of three stages loses a rank, and then goes on with half of the replicas. Batches may be short."""
+    """DeepSpeed's pipeline of three stages loses a rank, and then continues with half of the replicas. Batches may be short."""
     if not tokens.lakehouse.catalog.table_exists("src.points"):
         tokens.table("src.points", appends=(300, 330), row_group_rows=40)
     jobs = [piped(tokens, run, ranks, pp) for run, ranks, pp in (("piped-one", 1, 1), ("piped", 6, 3), ("piped", 3, 3))]

@@ -101,8 +101,8 @@ def main() -> None:
         dist.barrier()
     expected = dict(saved["data"])
     for other_name, name in TIED.items():
-        alike = {key: each for key, each in expected.items() if key.startswith(name)}
-        expected |= {key.replace(name, other_name): each for key, each in alike.items()}
+        tied = {key: each for key, each in expected.items() if key.startswith(name)}
+        expected |= {key.replace(name, other_name): each for key, each in tied.items()}
     other: list[str] = []
     for name, state in saved.items():
         other += [f"{name}: {key}" for key, each in state.items() if not torch.equal(each, expected[key])]

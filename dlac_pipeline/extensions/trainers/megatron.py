@@ -38,6 +38,8 @@ class RunIterator:
         self._run, self._inputs = run, inputs
         self._parts: Iterator[Batch] = iter(run.loader(micro_batches=self.num_microbatches))
         self._ready: deque[Batch] = deque()
+        self.is_over = False
+        """True if no step is left: the run is over, or was asked to stop."""
         self._take()
 
     def __iter__(self) -> Iterator[Any]:
@@ -49,11 +51,6 @@ class RunIterator:
             raise StopIteration
         return self._inputs(self._ready.popleft())
 
-    @property
-    def is_over(self) -> bool:
-        """True if no step is left: the run is over, or was asked to stop."""
-        return self._is_over
-
     def step_done(self, loss: torch.Tensor | float | None, *, applied: bool | None = None) -> None:
         """Record the step, as `run.step_done` does, and take the batch of the next one. Collective."""
         for part in self._ready:
@@ -63,4 +60,4 @@ class RunIterator:
 
     def _take(self) -> None:
         self._ready = deque(islice(self._parts, self.num_microbatches))
-        self._is_over = not self._ready
+        self.is_over = not self._ready

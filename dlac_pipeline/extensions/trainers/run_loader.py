@@ -74,7 +74,7 @@ class RunLoader:
             full = batch.rows == self._run.spec.order.batch_size
             for part, weight in cut(batch, self._micro_batches, full=full):
                 self._run.reset_generators()
-                given = _Given(weight, weighed=not batch.tensors)
+                given = _Given(weight)
                 self._given.append(given)
                 noted = replace(part, on_weight=given.note)
                 yield noted if self._inputs is None else self._inputs(noted)

@@ -103,11 +103,11 @@ def new_story(shelf: Lake) -> Story:
 
 @pytest.mark.parametrize("keyed", [True, False])
 @SLOW
-@given(told=CHANGES, expiry=st.integers(0, 3))
-def test_any_history_gives_new_rows(shelf: Lake, keyed: bool, told: list[Change], expiry: int) -> None:
+@given(changes=CHANGES, expiry=st.integers(0, 3))
+def test_any_history_gives_new_rows(shelf: Lake, keyed: bool, changes: list[Change], expiry: int) -> None:
     """Keys give exactly the new and deleted rows, also past expiry. Without, as no overwrite is in it, deleted may be unknown."""
     story = new_story(shelf)
-    for change in told:
+    for change in changes:
         if keyed or change[0] not in ("delete", "overwrite", "update"):
             story.tell(*change)
     assert shelf.keys() == story.keys
@@ -123,12 +123,12 @@ def test_any_history_gives_new_rows(shelf: Lake, keyed: bool, told: list[Change]
 
 
 @SLOW
-@given(told=CHANGES, keyed=st.sampled_from(["appends", "identity_columns"]))
-def test_any_history_with_overwrites_ignored(shelf: Lake, told: list[Change], keyed: Keyed) -> None:
+@given(changes=CHANGES, keyed=st.sampled_from(["appends", "identity_columns"]))
+def test_any_history_with_overwrites_ignored(shelf: Lake, changes: list[Change], keyed: Keyed) -> None:
     """With overwrites ignored every row that was appended and not deleted is read once, and only deleted ones are gone."""
     story = new_story(shelf)
     appended, deleted = set[int](), set[int]()
-    for change in told:
+    for change in changes:
         before, first = set(story.keys), story.next
         story.tell(*change)
         if change[0] == "append":

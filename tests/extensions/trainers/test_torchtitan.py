@@ -29,7 +29,7 @@ def spec(arena: Arena, run: str, ranks: int, tensors: int) -> JobSpec:
 
 @pytest.mark.slow
 def test_torchtitan_leaves_its_mesh(arena: Arena) -> None:
-    """Its trainer loses a rank of tensor parallelism, and goes on with other degrees. Rows and losses are those of one mesh."""
+    """Its trainer loses a rank of tensor parallelism, and continues with other degrees. Rows and losses are those of one mesh."""
     ids = np.random.default_rng(3).integers(0, 200, (640, 17)).astype(np.int32)
     rows = pa.table({"row_id": np.arange(640), "tokens": pa.array(list(ids), pa.list_(pa.int32()))})
     arena.lakehouse.catalog.create_table("src.titan", rows.schema).append(rows)
