@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,12 +45,11 @@ def run_program(count: int, *command: str, **environment: str) -> RankResults:
     common |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", **environment}
     output: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     variables = [{**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
-    ranks = [Forked([sys.executable, *command], env=each, **output) for each in variables]
-    try:
-        stderr = [rank.communicate(timeout=240)[1] for rank in ranks]
-    finally:
+    with ExitStack() as stack:
+        ranks = [stack.enter_context(Forked([sys.executable, *command], env=each, **output)) for each in variables]
         for rank in ranks:
-            rank.kill()
+            stack.callback(rank.kill)
+        stderr = [rank.communicate(timeout=240)[1] for rank in ranks]
     return RankResults(codes=[rank.returncode for rank in ranks], stderr=stderr)
 
 

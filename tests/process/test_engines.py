@@ -147,7 +147,6 @@ CONFIG = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 1}
 def wrap(model):
     if sys.argv[2] != "deepspeed":
         return DistributedDataParallel(model, broadcast_buffers=False)
-    import deepspeed
     return deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=CONFIG)[0]
 
 def engine_of(wrapped):
@@ -155,6 +154,7 @@ def engine_of(wrapped):
 
 dist.init_process_group("gloo")
 if sys.argv[2] == "deepspeed":
+    import deepspeed
     prepare_engines()
 rank, folder = dist.get_rank(), Path(sys.argv[1])
 layers = lambda: (torch.nn.Linear(2, 2), BatchNorm1d(2), checkpoint_wrapper(BatchNorm1d(2)))
