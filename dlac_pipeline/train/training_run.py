@@ -153,10 +153,17 @@ class TrainingRun:
     @cached_property
     def mesh(self) -> DeviceMesh:
         """The ranks as launch.mesh has them, with the dimensions "pp", "dp", "cp" and "tp". The first use is collective."""
-        spec, device = self.spec.launch.mesh, torch.accelerator.current_accelerator()
-        sizes = {"pp": spec.pp, "dp": self.coordinate.count, "cp": spec.cp, "tp": spec.tp}
-        kind = "cpu" if device is None else device.type
-        return init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        spec = self.spec.launch.mesh
+        return _device_mesh(pp=spec.pp, dp=self.coordinate.count, cp=spec.cp, tp=spec.tp)
+
+    @cached_property
+    def expert_mesh(self) -> DeviceMesh:
+        """The same ranks with the dimensions "pp", "efsdp" and "ep": `efsdp` has what `ep` leaves of a stage.
+
+        Experts are split over "ep" and sharded over "efsdp". The first use is collective.
+        """
+        spec = self.spec.launch.mesh
+        return _device_mesh(pp=spec.pp, efsdp=self.world_size // spec.pp // spec.ep, ep=spec.ep)
 
     @property
     def stopped(self) -> bool:
@@ -428,3 +435,11 @@ class TrainingRun:
             losses = self._checkpointing.losses
             yield handed if losses is None else losses.watch(handed)
             self._heartbeat.reading()
+
+
+def _device_mesh(**sizes: int) -> DeviceMesh:
+    """Return a mesh of all ranks, on the accelerator if there is one. Collective."""
+    device = torch.accelerator.current_accelerator()
+    return init_device_mesh(
+        "cpu" if device is None else device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)
+    )

@@ -53,7 +53,7 @@ def spec(arena: Arena, run: str, ranks: int, mesh: dict[str, int], *, shares: st
     return parse_spec(raw, origin="the test").resolved(arena.home)
 
 
-MESHES: tuple[dict[str, int], ...] = ({"tp": 2}, {"pp": 2}, {}, {"tp": 2, "pp": 2})
+MESHES: tuple[dict[str, int], ...] = ({"tp": 2}, {"pp": 2}, {"ep": 2}, {"tp": 2, "pp": 2})
 
 
 @pytest.fixture(scope="module")

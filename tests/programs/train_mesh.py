@@ -5,6 +5,8 @@ With `--dropout` blocks drop features and are computed again backward. With `--o
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import train_tiny  # type: ignore[import-not-found]  # the rank puts this folder on the path
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import dlac_pipeline as dlac
@@ -33,6 +36,22 @@ class DroppingBlock(train.Block):
         return torch.nn.functional.dropout(super().forward(features), 0.2)
 
 
+@contextmanager
+def open_run(training_run: Any, **arguments: Any) -> Iterator[dlac.TrainingRun]:
+    """With `launch.mesh.ep` the feed-forward layers are experts, sharded over "ep" and equal over "efsdp"."""
+    with training_run(**arguments) as run:
+        setattr(train, "split", partial(split, run, train.split))  # noqa: B010 - the example has no experts
+        yield run
+
+
+def split(run: dlac.TrainingRun, split_all: Any, model: train.Gpt, mesh: DeviceMesh) -> None:
+    """Split the experts of a stage, and then all that the example splits."""
+    for block in model.blocks.values() if run.spec.launch.mesh.ep > 1 else ():
+        assert isinstance(block, train.Block)
+        fully_shard([block.up, block.down], mesh=run.expert_mesh["efsdp", "ep"])
+    split_all(model, mesh)
+
+
 def main() -> None:
     """Train, and write an entry for each batch whose step is done."""
     record = dlac.TrainingRun.record_step
@@ -46,11 +65,12 @@ def main() -> None:
     setattr(dlac.TrainingRun, "record_step", recorded)  # noqa: B010 - the example has no journal
     if "--dropout" in sys.argv:
         setattr(train, "Block", DroppingBlock)  # noqa: B010 - as above
+    arguments: dict[str, Any] = {}
     if "--own-mesh" in sys.argv:
         dist.init_process_group("gloo")
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        open_run = partial(dlac.training_run, os.environ["JOB_SPEC"], mesh=mesh)
-        setattr(dlac, "training_run", open_run)  # noqa: B010 - as above
+        arguments = {"spec": os.environ["JOB_SPEC"], "mesh": mesh}
+    setattr(dlac, "training_run", partial(open_run, dlac.training_run, **arguments))  # noqa: B010 - as above
     train.main()
 
 
