@@ -2,6 +2,7 @@
 
 MosaicML Streaming and torchtitan have their own: the one needs numpy < 2.2 and transformers < 5, the other datasets < 4.8, which
 the others do not allow. LanceDB, Ray and DLRover have their own too, because each brings much that the others do not need.
+Megatron has its own: Megatron-Bridge asks for packages that only build beside CUDA, and its sampler needs none of them.
 """
 
 import hashlib
@@ -23,6 +24,8 @@ class Environment:
 
     folder: str
     requirements: str = ""
+    complete: bool = False
+    """Whether the file lists all that is used: packages that these ask for beyond it are not installed."""
 
 
 OWN = Environment(".venv")
@@ -31,6 +34,7 @@ TORCHTITAN = Environment(".venv-peers-torchtitan", "benchmarks/peer_loaders/torc
 MOSAIC = Environment(".venv-peers-mosaic", "benchmarks/peer_loaders/mosaic-requirements.txt")
 LANCEDB = Environment(".venv-peers-lance", "benchmarks/peer_loaders/lance-requirements.txt")
 RAY = Environment(".venv-peers-ray", "benchmarks/peer_loaders/ray-requirements.txt")
+MEGATRON = Environment(".venv-peers-megatron", "benchmarks/peer_loaders/megatron-requirements.txt", complete=True)
 DLROVER = Environment(".venv-peers-dlrover", "benchmarks/peer_loaders/dlrover-requirements.txt")
 
 
@@ -50,7 +54,8 @@ def python_of(environment: Environment) -> Path:
     print(f"making {environment.folder} from {environment.requirements}: once, a few minutes", flush=True)
     _run([sys.executable, "-m", "venv", str(folder)])
     (folder / ".gitignore").write_text("*\n")
-    _run([str(python), "-m", "pip", "install", "--quiet", "--requirement", str(requirements)])
+    install = [str(python), "-m", "pip", "install", "--quiet", "--requirement", str(requirements)]
+    _run([*install, "--no-deps"] if environment.complete else install)
     stamp.write_text(wanted)
     return python
 
