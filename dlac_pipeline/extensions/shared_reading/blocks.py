@@ -8,6 +8,7 @@ import ctypes
 import math
 import mmap
 import os
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -126,6 +127,7 @@ class MappedBlock:
         self._size = os.fstat(file).st_size
         self.live = 0
         """Batches whose tensors are in use."""
+        self._lock = threading.RLock()  # a thread maps, and any may drop the last tensor of a batch
         self._done = np.frombuffer(mmap.mmap(file, _PAGE), dtype=np.int64)[index : index + 1]
 
     def tensors(self, layout: Layout) -> list[torch.Tensor]:
@@ -134,7 +136,8 @@ class MappedBlock:
         # The owner must not be a numpy array: views refer to the lowest one, which would end too early.
         handle = (ctypes.c_ubyte * self._size).from_buffer(private)
         weakref.finalize(handle, self._finish).atexit = False
-        self.live += 1
+        with self._lock:
+            self.live += 1
         memory = np.frombuffer(memoryview(handle).cast("B"), dtype=np.uint8)[_PAGE:]
         return [*_place(layout, memory)]
 
@@ -144,5 +147,6 @@ class MappedBlock:
 
     def _finish(self) -> None:
         if os.getpid() == self._owner:  # a forked process has dropped its own copy
-            self.live -= 1
-            self._done += 1
+            with self._lock:
+                self.live -= 1
+                self._done += 1

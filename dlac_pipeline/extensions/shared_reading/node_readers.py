@@ -8,7 +8,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -104,9 +104,7 @@ class GivingReader:
 
     def close(self) -> None:
         """End the background threads, and leave the other ranks."""
-        for connection in self._connections:  # the thread may wait for one
-            with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as other:
-                other.shutdown(socket.SHUT_RDWR)
+        _end_waits(self._connections)
         self._thread.shutdown()
         self._reader.close()
         for connection in self._connections:
@@ -156,7 +154,7 @@ class GivingReader:
 
 
 class MappingReader:
-    """The reader of a rank that decodes nothing."""
+    """The reader of a rank that decodes nothing. A thread maps each batch ahead, because its message takes a part of a step."""
 
     def __init__(self, place: SharePlace) -> None:
         self.groups = place.groups
@@ -164,18 +162,28 @@ class MappingReader:
         self._connection: Connection | None = None
         self._blocks: dict[int, MappedBlock] = {}
         self._index = place.ranks.index(place.rank) - 1
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="dlac-map")
+        self._upcoming: Future[Batch | None] | None = None
         self._is_over = False
 
     def __iter__(self) -> Iterator[Batch]:
         return until_none(self._take)
 
     def _take(self) -> Batch | None:
-        since = time.monotonic()
-        with _speaking(self._place):
-            given = None if self._is_over else self._receive()
+        if self._is_over:
+            return None
+        upcoming, since = self._upcoming or self._thread.submit(self._next), time.monotonic()
+        batch = upcoming.result()
         self._place.waits.seconds += time.monotonic() - since
+        self._is_over = batch is None
+        if batch is not None:
+            self._upcoming = self._thread.submit(self._next)
+        return batch
+
+    def _next(self) -> Batch | None:
+        with _speaking(self._place):
+            given = self._receive()
         if given is None:
-            self._is_over = True
             return None
         tensors = self._blocks[given.block].tensors(given.layout)
         if sum(block.live for block in self._blocks.values()) > _MOST_LIVE:
@@ -198,6 +206,9 @@ class MappingReader:
 
     def close(self) -> None:
         """Leave the first rank. Batches that the script has stay."""
+        self._is_over = True
+        _end_waits([] if self._connection is None else [self._connection])
+        self._thread.shutdown()
         if self._connection is not None:
             self._connection.close()
         for block in self._blocks.values():
@@ -217,7 +228,7 @@ class MappingReader:
                     found.connect(_address(self._place))
                     connection = Connection(found.detach())
             except ConnectionRefusedError:  # the first rank still opens the plans
-                if time.monotonic() > deadline:
+                if time.monotonic() > deadline or self._is_over:
                     raise
                 time.sleep(_LOOK_S)
                 continue
@@ -231,6 +242,13 @@ def _is_of_this_user(connection: Connection) -> bool:
     with socket.socket(fileno=os.dup(connection.fileno())) as other:
         facts = other.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return bool(struct.unpack("3i", facts)[1] == os.getuid())
+
+
+def _end_waits(connections: Sequence[Connection]) -> None:
+    """End the waits of a thread for the other ends of connections."""
+    for connection in connections:
+        with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as other:
+            other.shutdown(socket.SHUT_RDWR)
 
 
 @contextmanager
