@@ -45,17 +45,26 @@ def check_layout(engine: Engine, tree: RankTree, spec: MeshSpec) -> None:
             _check_dimension(mesh, name, size, spec, own)
         for name, parameter in _parameters(engine) if spec.replica_ranks == 1 else ():
             _check_mesh(name, parameter, tree.world_size)
+    if engine.name == "torch":
+        _check_whole(engine, tree)
     if engine.name in ("torch", "dcp"):
         layout = [(name, list(parameter.shape), str(parameter.dtype)) for name, parameter in _parameters(engine)]
         # rank 0 saves what is replicated, so all ranks have the same of it
-        _compare(tree, layout, _other_layout, stage=own["pp"] if engine.name == "dcp" else 0)
+        is_dcp = engine.name == "dcp"
+        way_out = (
+            _WAY_OUT if is_dcp or spec.pp == 1 else "use dlac.DistributedState, which takes the stages of a pipeline"
+        )
+        _compare(tree, layout, _other_layout, stage=own["pp"] if is_dcp else 0, way_out=way_out)
 
 
-def check_weights_agree(engine: Engine, tree: RankTree) -> None:
+def check_weights_agree(engine: Engine, tree: RankTree, spec: MeshSpec) -> None:
     """Check that the ranks of replicated state have the same weights after a step. Collective.
 
-    Raise `ScriptInvalid` if they differ by more than rounding, so that no rank could resume with the weights of rank 0.
+    Raise `ScriptInvalid` if they differ by more than rounding, so that no rank could resume with the weights of rank 0, or if
+    stages have other weights of one name, of which a checkpoint would keep those of one stage.
     """
+    if spec.pp > 1 and engine.name == "dcp":
+        _check_stages(engine, tree, stage=spec.coordinates(tree.rank, tree.world_size)["pp"])
     if tree.world_size == 1 or engine.name != "torch":
         return
     trained = [(name, each) for name, each in _parameters(engine) if each.requires_grad and each.is_floating_point()]
@@ -65,6 +74,49 @@ def check_weights_agree(engine: Engine, tree: RankTree) -> None:
     _compare(tree, list(zip(names, found[::2], found[1::2], strict=True)), _other_weights)
 
 
+def _check_whole(engine: Engine, tree: RankTree) -> None:
+    """Raise `ScriptInvalid` at all ranks if a tensor is split, which `TorchState` cannot keep: it saves that of rank 0."""
+    with failing_together(tree, doing="checking the state of the script"):
+        split = next((name for name, each in _parameters(engine) if hasattr(each, "placements")), None)
+        if split is not None:
+            raise ScriptInvalid(
+                f"expected the whole model on each rank in dlac.TorchState, found {split!r}, of which each rank has a part: use "
+                "dlac.DistributedState(model=..., optimizer=...)"
+            )
+
+
+def _check_stages(engine: Engine, tree: RankTree, *, stage: int) -> None:
+    """Raise `ScriptInvalid` if stages have other weights of one name. A tied tensor is equal to the last bit. Collective."""
+    named = ((name.partition("."), each) for name, each in _parameters(engine))
+    mine = {name: each for (part, _, name), each in named if part.startswith("model")}
+    gathered = tree.gather(msgpack.packb([stage, [*mine]]))
+    stages: dict[str, set[int]] = {}
+    for number, names in map(msgpack.unpackb, gathered or []):
+        for name in names:
+            stages.setdefault(name, set()).add(number)
+    common = sorted(name for name, found in stages.items() if len(found) > 1)
+    names = msgpack.unpackb(tree.broadcast(None if gathered is None else msgpack.packb(common)))
+    weights = {name: _whole(mine[name].detach()) for name in names if name in mine}
+    gathered = tree.gather(msgpack.packb([stage, {name: _digest(each.cpu()) for name, each in weights.items()}]))
+    with failing_together(tree, doing="comparing the stages"):
+        known: dict[str, tuple[int, bytes]] = {}
+        for number, digests in map(msgpack.unpackb, gathered or []):
+            for name, digest in digests.items():
+                first, expected = known.setdefault(name, (number, digest))
+                if digest != expected:
+                    raise ScriptInvalid(
+                        f"expected {name!r} to be one tensor, found other values of it at the stages {first} and {number}: give "
+                        "parameters the names that they have in the whole model, such as blocks.0 at the first stage and "
+                        "blocks.1 at the next one"
+                    )
+
+
+def _whole(tensor: Any) -> torch.Tensor:
+    """Return a tensor that ranks share out. Collective over them."""
+    found: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return found
+
+
 def _sum_and_norm(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return both in the precision of the weights or in single precision: a conversion takes 20 times as long as a sum."""
     precision = torch.promote_types(weights.dtype, torch.float32)
@@ -72,7 +124,12 @@ def _sum_and_norm(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _compare(
-    tree: RankTree, mine: list[Any], difference: Callable[[list[Any], list[Any]], str | None], *, stage: int = 0
+    tree: RankTree,
+    mine: list[Any],
+    difference: Callable[[list[Any], list[Any]], str | None],
+    *,
+    stage: int = 0,
+    way_out: str = _WAY_OUT,
 ) -> None:
     """Raise the first difference between the first rank of a stage and another one at all ranks. Collective."""
     gathered = tree.gather(msgpack.packb([stage, mine]))
@@ -85,7 +142,7 @@ def _compare(
             what = difference(*([each for each in side if _part_of(each) in parts] for side in (first, found)))
             if what is not None:
                 raise ScriptInvalid(
-                    f"expected the same model on all {tree.world_size} ranks, found that rank {rank} has {what}: {_WAY_OUT}"
+                    f"expected the same model on all {tree.world_size} ranks, found that rank {rank} has {what}: {way_out}"
                 )
 
 

@@ -106,8 +106,11 @@ class Syncs(Protocol):
     def step_done(self, step: int, *, loss: torch.Tensor | float | None, report: RankReport) -> StepSync | None:
         """Note a finished step. Return the message that has arrived."""
 
-    def unknown_losses(self) -> list[float] | None:
-        """Return this rank's losses of the steps whose messages have not arrived. None if an accelerator computes one."""
+    def unknown_losses(self) -> list[float | None] | None:
+        """Return this rank's losses of the steps whose messages have not arrived. None if an accelerator computes one.
+
+        A rank that passes no losses has None in place of each.
+        """
         return None
 
     def flush(self) -> list[StepSync]:
@@ -142,11 +145,13 @@ class StepSyncs(Syncs):
             self._send(late_steps=self._late_steps)
         return sync
 
-    def unknown_losses(self) -> list[float] | None:
-        """Return this rank's losses of the steps whose messages have not arrived. None if an accelerator computes one."""
+    def unknown_losses(self) -> list[float | None] | None:
+        """Return this rank's losses of the steps whose messages have not arrived, as `Syncs` says."""
         sent = [] if self._pending is None else self._pending.own
         own = [float(each.number) for each in self._losses if each.copied is None]
-        return [*sent, *own] if len(own) == len(self._losses) and not self._late_steps else None
+        if len(own) < len(self._losses) or self._late_steps:
+            return None
+        return [each if self._has_loss else None for each in (*sent, *own)]
 
     def flush(self) -> list[StepSync]:
         """Return everything that was reported up to the last finished step. Waits for it."""

@@ -245,6 +245,10 @@ class TrainingFailed(DlacError, exit_code=72, transient=True):
     """The ranks died and were not relaunched."""
 
 
+class PeerLeft(TrainingFailed):
+    """Another rank has ended, or closed its connection. Its own failure is the cause."""
+
+
 class NodesMissing(TrainingFailed):
     """Fewer nodes than the job needs joined in time."""
 

@@ -63,7 +63,7 @@ class LastStep:
             self._file.unlink(missing_ok=True)
             self._file = None
 
-    def hold(self, seal: Callable[[], RankState], losses: Sequence[float] | None, *, step_s: float) -> None:
+    def hold(self, seal: Callable[[], RankState], losses: Sequence[float | None] | None, *, step_s: float) -> None:
         """Hold this rank's part, which `seal` makes, with `losses` of steps that it lacks, unless steps are too short for that.
 
         Without `losses`, because an accelerator computes them, nothing is held.
@@ -148,11 +148,17 @@ class LastStep:
         self._engine.save_equal(slot, write, held[0]["changing"])
         if not self._sample.is_same(self._engine.held_tensors()):
             return
-        late = [sum(each) / own.world_size for each in zip(*(each["losses"] for each in held), strict=True)]
+        late = [_mean(each) for each in zip(*(each["losses"] for each in held), strict=True)]
         last = parts[0].trained[-1]
         parts[0].trained[-1] = replace(last, losses=[*last.losses, *late])
         for part in parts:
             states.write_seal(slot, part)
+
+
+def _mean(losses: Sequence[float | None]) -> float:
+    """Return the mean over the ranks that have a loss."""
+    known = [each for each in losses if each is not None]
+    return sum(known) / max(1, len(known))
 
 
 class _Sample:

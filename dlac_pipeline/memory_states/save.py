@@ -209,7 +209,7 @@ class MemorySaves:
         self._is_outdated = False
         self._pace.saved(worked_s, is_typical=self._number > states.SLOTS + 1)
 
-    def hold(self, engine: Engine, losses: Sequence[float] | None, *, rows: int) -> None:
+    def hold(self, engine: Engine, losses: Sequence[float | None] | None, *, rows: int) -> None:
         """Hold the last step, whose state is not whole yet, with `losses` that no message has brought yet."""
         if self._folder is None or not self._is_held:
             return

@@ -51,12 +51,17 @@ class Batch:
     """Called when the weight or a mean is requested."""
 
     def __getitem__(self, column: str) -> torch.Tensor:
-        """The tensor of one column. Raise `ScriptInvalid` for a batch without values: of a stage in the middle of a pipeline."""
+        """The tensor of one column. Raise `ScriptInvalid` for a batch without values: of a stage in the middle of a pipeline.
+
+        Raise `KeyError` for another name, with those of the batch.
+        """
         if not self.tensors:
             raise ScriptInvalid(
                 f"expected values of {column!r}, found none, because this rank has a stage in the middle of the "
                 'pipeline: use batches at the first and the last stage only, or set read.stages = "all"'
             )
+        if column not in self.tensors:
+            raise KeyError(f"expected one of {[*self.tensors]!r}, found {column!r}")
         return self.tensors[column]
 
     def copy_with(self, copies: DeviceCopies) -> "Batch":

@@ -377,9 +377,10 @@ class JobSpec(spec_problems.Section):
             return self
         mesh, ranks = self.launch.mesh, self.launch.world_size
         if not self.launch.nodes and not mesh.divides(ranks):
+            experts = f", and ranks of a stage that are a multiple of ep = {mesh.ep}" if mesh.ep > 1 else ""
             raise ValueError(
-                f"expected a world_size that is a multiple of tp * pp * cp = {mesh.replica_ranks}, and a stage of it of ep = "
-                f"{mesh.ep}, found {ranks}: correct it, or launch.mesh"
+                f"expected launch.world_size to be a multiple of tp * pp * cp = {mesh.replica_ranks}{experts}, found {ranks}: "
+                "correct it, or launch.mesh"
             )
         if not self.launch.nodes and self.order.batch_size % mesh.readers(ranks):
             shared = f" / {mesh.replica_ranks} ranks of a replica" if mesh.replica_ranks > 1 else ""

@@ -208,7 +208,7 @@ def first_cause(failures: list[Exit]) -> Exit:
     killed = [failure for failure in failures if failure.code < 0]
     hard = any(failure.code != -signal.SIGABRT for failure in killed)
     for failure in failures:
-        if errors.error_class(failure.kind) is not None:
+        if errors.error_class(failure.kind) is not None and failure.origin != "peer":
             return failure
         if failure.origin == "script" and failure.code >= 0 and not hard:
             return failure

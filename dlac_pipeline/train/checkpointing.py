@@ -108,7 +108,7 @@ class Checkpointing:
             applied = self._restored_engine().step_applied()
         self._tracker.step_done(batch, applied=applied)
         if not self._weights_agree:
-            check_weights_agree(self._restored_engine(), self._communicator.tree)
+            check_weights_agree(self._restored_engine(), self._communicator.tree, self._spec.launch.mesh)
             self._weights_agree = True
         if self.shared_batches is not None:
             self.shared_batches.compare(batch.step)

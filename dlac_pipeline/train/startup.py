@@ -20,6 +20,7 @@ from dlac_pipeline.lakehouse.ledger.older_ledger import LedgerWatch
 from dlac_pipeline.lakehouse.retrying import RETRY_WITHIN_S, retrying
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec, parse_recorded, parse_spec, read_spec
+from dlac_pipeline.spec.mesh_spec import MeshSpec
 from dlac_pipeline.supervise.liveness.heartbeat_writer import HeartbeatWriter
 from dlac_pipeline.supervise.liveness.run_lock import run_lock
 from dlac_pipeline.supervise.ranks.launch_folders import KEEP_LAUNCHES, forget_launches, make_launch_folder
@@ -53,6 +54,10 @@ def job_spec(
     read = read_spec(Path(spec)).resolved(config.home_folder())
     if read.launch.healing:  # the ranks of this process group may be a part of all
         return read
+    if mesh is not None and read.launch.mesh not in (mesh, MeshSpec()):
+        raise errors.SpecInvalid(
+            f"expected the mesh of the job spec, {read.launch.mesh!r}, found {mesh!r} in training_run(mesh=...): leave one out"
+        )
     stated = {"world_size": world_size, **({} if mesh is None else {"mesh": mesh.model_dump()})}
     raw = {**read.model_dump(), "launch": {**read.launch.model_dump(), **stated}}
     return parse_spec(raw, origin=f"the job spec under WORLD_SIZE={world_size}")

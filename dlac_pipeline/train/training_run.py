@@ -282,7 +282,8 @@ class TrainingRun:
             raise ScriptInvalid("expected a batch from run.batches() before run.step_done(loss)")
         if loss is None and self.spec.launch.mesh.is_last_stage(self.rank, self.world_size):
             raise ScriptInvalid(
-                f"expected a loss of step {batch.step} from rank {self.rank}, which has the last stage, found None"
+                f"expected a loss of step {batch.step} from rank {self.rank}, found None: pass the loss. Ranks with an "
+                "earlier stage of a pipeline alone may pass None"
             )
         if self._loader is not None and loss is not None:
             self._loader.check_weights(always_full=self._attempt.order.always_full)

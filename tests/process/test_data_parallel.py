@@ -12,6 +12,8 @@ REFUSED = {
     "other shapes": "rank 1 has 2 parameters, and the first rank other ones",
     "half of the ranks": "sharded over all 2 ranks, found 'model.0.weight'",
     "stages in a mesh": "expected launch.mesh.pp = 2 for the script",
+    "one name at two stages": "expected '0.bias' to be one tensor, found other values of it at the stages 0 and 1",
+    "shards in TorchState": "in dlac.TorchState, found 'model.0.weight', of which each rank has a part",
     "tensor parallel": "expected launch.mesh.tp = 2 for the script, whose DeviceMesh has 'tp' of 2 ranks",
 }
 
@@ -28,4 +30,6 @@ def test_other_parallelism_is_refused(tmp_path: Path) -> None:
     assert {kind for kind, verdict in first.items() if not verdict} == accepted
     for kind, reason in REFUSED.items():
         assert reason in first[kind]
-        assert "or train with data parallelism alone" in first[kind]
+        assert any(
+            way in first[kind] for way in ("data parallelism alone", "in the whole model", "use dlac.DistributedState")
+        )

@@ -49,6 +49,12 @@ def averaged() -> Engine:
     return dlac.TorchState(model=DistributedDataParallel(network()), **more)
 
 
+def whole(model: torch.nn.Module) -> Engine:
+    """Return sharded parameters in the engine of whole ones."""
+    fully_shard(model)
+    return dlac.TorchState(model=model)
+
+
 def staged() -> Engine:
     """Return a model beside a mesh of stages."""
     KEPT.append(init_device_mesh("cpu", (2,), mesh_dim_names=("pp",)))
@@ -63,13 +69,19 @@ MODELS: dict[str, Callable[[], Engine]] = {
     "other weights": lambda: dlac.TorchState(model=network(RANK)),
     "stages": lambda: dlac.TorchState(model=torch.nn.ModuleDict({f"stage{RANK}": network()})),
     "other shapes": lambda: dlac.TorchState(model=torch.nn.Linear(2 + RANK, 2)),
+    "shards in TorchState": lambda: whole(network()),
+    "one name at two stages": lambda: DistributedState(model=network(RANK)),
     "half of the ranks": lambda: sharded(init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))["b"]),
     "tensor parallel": split,
     "tensor parallel in the spec": split,
     "stages in a mesh": staged,
 }
 """Those with names in a mesh are last: their meshes stay alive."""
-MESHES = {"tensor parallel in the spec": MeshSpec(tp=2), "stages in a mesh": MeshSpec(tp=2)}
+MESHES = {
+    "one name at two stages": MeshSpec(pp=2),
+    "tensor parallel in the spec": MeshSpec(tp=2),
+    "stages in a mesh": MeshSpec(tp=2),
+}
 
 
 def main() -> None:
@@ -81,7 +93,7 @@ def main() -> None:
         engine = make()
         try:
             check_layout(engine, tree, MESHES.get(name, DATA_PARALLEL))
-            check_weights_agree(engine, tree)
+            check_weights_agree(engine, tree, MESHES.get(name, DATA_PARALLEL))
             found[name] = ""
         except ScriptInvalid as err:
             found[name] = str(err)

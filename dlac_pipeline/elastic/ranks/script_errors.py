@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from dlac_pipeline.lakehouse.errors import DlacError
+from dlac_pipeline.lakehouse.errors import DlacError, PeerLeft
 from dlac_pipeline.lakehouse.masking import mask_secrets
 
 Origin = Literal["", "script", "dlac", "passing", "peer"]
@@ -73,7 +73,7 @@ def text_of(err: BaseException) -> str:
 
 def _origin_of(err: BaseException, frames: traceback.StackSummary) -> Origin:
     if isinstance(err, DlacError):
-        return ""
+        return "peer" if isinstance(err, PeerLeft) else ""
     chain = list(_chain_of(err))
     if any(_is_of_peer(each) for each in chain):
         return "peer"

@@ -144,7 +144,9 @@ def _mesh_of(text: str) -> "MeshSpec":
     names = [name for name, _ in given]
     try:
         if not {*names} <= {"tp", "pp"} or len({*names}) < len(names):
-            raise ValueError("the script has tensor parallelism (tp) and stages (pp), each at most once")
+            raise ValueError(
+                "tp and pp once each; dp is what is left of the world size, and cp and ep need a script of your own"
+            )
         return MeshSpec.model_validate(dict(given))
     except ValueError as err:
         why = err.errors()[0]["msg"] if isinstance(err, ValidationError) else str(err)

@@ -82,6 +82,7 @@ class CommittedSteps:
             before = next(row for row in self.rows if isinstance(row, ClaimRow) and row.memory_of == trained)
             checkpoint = replace(
                 checkpoint,
+                attempt=trained,  # its job spec has the mesh
                 world_size=before.memory_ranks,
                 readers=before.memory_readers,
                 stages=before.memory_stages,

@@ -149,14 +149,19 @@ def rehearse_run(
     )
 
 
-def ranks_between(rows: Sequence[LedgerRow], parent: CheckpointRow, successor: CheckpointRow) -> set[int]:
-    """Return the numbers of ranks that trained the steps of a checkpoint: also before an attempt that resumed from memory."""
+def is_of_one_mesh(rows: Sequence[LedgerRow], parent: CheckpointRow, successor: CheckpointRow) -> bool:
+    """Return whether the same ranks, shares and stages trained the steps of a checkpoint, also before a resume from memory."""
     claims = [row for row in rows if isinstance(row, ClaimRow) and parent.seq < row.seq < successor.seq]
-    return {successor.world_size, *(row.memory_ranks for row in claims if row.memory_step > parent.step)}
+    found = {
+        (row.memory_ranks, row.memory_readers or row.memory_ranks, row.memory_stages or 1)
+        for row in claims
+        if row.memory_step > parent.step
+    }
+    return found <= {(successor.world_size, successor.readers or successor.world_size, successor.stages or 1)}
 
 
 def newest_with_successor(ledger: Ledger, run: str, count: int) -> ReplayStart:
-    """Return the newest checkpoint whose committed successor the same number of ranks trained."""
+    """Return the newest checkpoint whose committed successor one mesh of ranks trained."""
     rows = ledger.head_rows(run)
     checkpoints = checkpoint_rows(rows)
     out = out_of(rows)
@@ -169,7 +174,7 @@ def newest_with_successor(ledger: Ledger, run: str, count: int) -> ReplayStart:
             parent is not None
             and parent.checkpoint_id not in out
             and successor.losses
-            and ranks_between(rows, parent, successor) == {successor.world_size}
+            and is_of_one_mesh(rows, parent, successor)
         ):
             last, leg = min(successor.step, parent.step + count), leg_of(rows, successor.checkpoint_id)
             return ReplayStart(rows=rows, checkpoint=parent, successor=successor, leg=leg, last=last)

@@ -22,7 +22,7 @@ from dlac_pipeline.extensions.shared_reading.blocks import (
     Layout,
     MappedBlock,
 )
-from dlac_pipeline.lakehouse.errors import SpecInvalid, TrainingFailed
+from dlac_pipeline.lakehouse.errors import PeerLeft, SpecInvalid
 from dlac_pipeline.read.batch import Batch
 from dlac_pipeline.read.reader import until_none
 from dlac_pipeline.train.rank_reader import Reader, SharePlace
@@ -253,11 +253,11 @@ def _end_waits(connections: Sequence[Connection]) -> None:
 
 @contextmanager
 def _speaking(place: SharePlace) -> Iterator[None]:
-    """Raise `TrainingFailed` if another rank of the share has left."""
+    """Raise `PeerLeft` if another rank of the share has left."""
     try:
         yield
     except (ConnectionError, TimeoutError, EOFError) as err:
-        raise TrainingFailed(
+        raise PeerLeft(
             f"expected the ranks {place.ranks} to read their share together, found that one has left rank {place.rank}: see "
             "its log for the cause"
         ) from err
