@@ -20,7 +20,6 @@ from dlac_pipeline.lakehouse.ledger.older_ledger import LedgerWatch
 from dlac_pipeline.lakehouse.retrying import RETRY_WITHIN_S, retrying
 from dlac_pipeline.plan.plan import Plans
 from dlac_pipeline.spec.job_spec import JobSpec, parse_recorded, parse_spec, read_spec
-from dlac_pipeline.spec.mesh_spec import MeshSpec
 from dlac_pipeline.supervise.liveness.heartbeat_writer import HeartbeatWriter
 from dlac_pipeline.supervise.liveness.run_lock import run_lock
 from dlac_pipeline.supervise.ranks.launch_folders import KEEP_LAUNCHES, forget_launches, make_launch_folder
@@ -54,7 +53,7 @@ def job_spec(
     read = read_spec(Path(spec)).resolved(config.home_folder())
     if read.launch.healing:  # the ranks of this process group may be a part of all
         return read
-    if mesh is not None and read.launch.mesh not in (mesh, MeshSpec()):
+    if mesh is not None and read.launch.mesh.recorded() and read.launch.mesh != mesh:
         raise errors.SpecInvalid(
             f"expected the mesh of the job spec, {read.launch.mesh!r}, found {mesh!r} in training_run(mesh=...): leave one out"
         )
