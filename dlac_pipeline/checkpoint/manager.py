@@ -104,6 +104,8 @@ class CheckpointManager:
         settings = spec.checkpoint
         self._trained, self._spec, self._lakehouse = trained, spec, lakehouse
         self._attempt = trained.attempt
+        self.leg_json = trained.leg.to_json()
+        """The leg that is trained."""
         self.head = trained.parent
         """The last checkpoint that this attempt committed, or resumed from."""
         self._tree = tree
@@ -139,6 +141,11 @@ class CheckpointManager:
         self._trained = replace(self._trained, parent=parent, is_new=leg_is_new)
         self._committer = Committer(self._trained, self._spec, self._lakehouse, self._tiers)
         self.head, self._failure, self._last = parent, None, None
+
+    def enter_leg(self, trained: AttemptLeg) -> None:
+        """Commit the steps of the next leg from now on. No checkpoint is in progress, and no step is uncommitted."""
+        self._trained, self.leg_json = trained, trained.leg.to_json()
+        self._committer.enter_leg(trained)
 
     def in_progress(self) -> list[ReaderStateTracker]:
         """Return the record of the checkpoint that is being committed, if one is."""

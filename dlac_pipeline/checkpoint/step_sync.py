@@ -161,6 +161,14 @@ class StepSyncs(Syncs):
             syncs.append(self._receive())
         return [sync for sync in syncs if sync is not None]
 
+    def report(self, report: RankReport) -> StepSync:
+        """Return the reports of all ranks between two steps, once everything is flushed. Waits for them."""
+        self._report = report
+        self._send(late_steps=0)
+        sync = self._receive()
+        assert sync is not None, "it was sent"
+        return sync
+
     def _send(self, *, late_steps: int) -> None:
         """Send the losses of all steps but the last `late_steps`, and this rank's report."""
         now = time.monotonic()
@@ -195,9 +203,10 @@ class StepSyncs(Syncs):
                 f"expected all {self._world_size} ranks at step {sent.step}, found steps that sum to {steps:.0f}: "
                 "every rank must call step_done once per batch"
             )
-        step_s = max(elapsed_s / self._world_size / len(sent.own), 1e-6)
-        self._steps_per_sync = max(1, min(MAX_STEPS, int(SYNC_EVERY_S / step_s)))
-        self._late_steps = int(late > 0)
+        if sent.own:
+            step_s = max(elapsed_s / self._world_size / len(sent.own), 1e-6)
+            self._steps_per_sync = max(1, min(MAX_STEPS, int(SYNC_EVERY_S / step_s)))
+            self._late_steps = int(late > 0)
         return StepSync(
             step=sent.covered_step,
             losses=[loss / max(1.0, with_loss) for loss in losses[: len(sent.own)]],

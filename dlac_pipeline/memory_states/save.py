@@ -415,7 +415,7 @@ class MemorySaves:
             mesh=self._communicator.mesh.recorded(),
             engine=engine.name,
             loads_own_files=getattr(engine, "loads_own_files", False),
-            leg=point.leg,
+            leg=self._manager.leg_json,
             groups=list(tracker.groups),
             cursors=[] if cursors is None else cursors.tolist(),
             trained=[_trained(each) for each in (*self._manager.in_progress(), tracker)],

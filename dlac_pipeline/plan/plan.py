@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,6 +55,11 @@ class Plans:
         """Remember a plan that this process has made, and return it."""
         self._rows[plan.id] = plan.row
         return self._plans.setdefault(plan.id, plan)
+
+    def keep(self, plan_ids: Collection[str]) -> None:
+        """Forget all plans but these. A run that streams reads a few of very many."""
+        self._rows = {each: row for each, row in self._rows.items() if each in plan_ids}
+        self._plans = {each: plan for each, plan in self._plans.items() if each in plan_ids}
 
     def find_row(self, plan_id: str) -> PlanRow | None:
         """Return the row of a plan, or None if no such plan was written."""

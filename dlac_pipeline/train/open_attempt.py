@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dlac_pipeline.checkpoint.commit.ledger_rows import AttemptLeg
 from dlac_pipeline.checkpoint.manager import CheckpointManager
@@ -24,9 +25,9 @@ from dlac_pipeline.train.rank_reader import Reader, ReplayingReader, open_reader
 from dlac_pipeline.train.restored_state import RestoredMemory, read_memory
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class OpenAttempt:
-    """Part of a rank in an attempt, ready to train."""
+    """Part of a rank in an attempt, ready to train. Leg, order and reader change where a run enters its next leg in place."""
 
     name: Attempt
     point: ResumePoint
@@ -38,6 +39,17 @@ class OpenAttempt:
     plans: Plans
     memory: RestoredMemory | None = None
     """The state that the attempt resumes from, if it is in memory."""
+
+    def enter(self, leg: Leg, spec: JobSpec, communicator: Communicator) -> None:
+        """Train the next leg from now on. Every step is committed. Collective. Raises as `open_leg`."""
+        opened = open_leg(self.plans, leg, spec)
+        self.reader.close()
+        state, place = opened.start_state(), f"{self.name.nonce}-{leg.index}"
+        self.leg, self.order = opened.leg, opened.order
+        self.reader = open_reader(opened, self.step, state, communicator, nonce=place)
+        self.tracker.cursors = _cursors_of(self.reader, state)
+        order, parent = opened.order_apart(), self.manager.head
+        self.manager.enter_leg(AttemptLeg(attempt=self.name, leg=leg, is_new=True, order=order, parent=parent))
 
     @property
     def step(self) -> int:
@@ -149,19 +161,23 @@ def _trained_leg(point: ResumePoint, opened: OpenLeg, attempt: Attempt, writer: 
 def _begin_tracker(
     point: ResumePoint, reader: Reader, state: ReaderState, memory: RestoredMemory | None, communicator: Communicator
 ) -> ReaderStateTracker:
-    cursors = np.array([[source[group] for source in state] for group in reader.groups], dtype=np.int64)
     tracker = ReaderStateTracker(
         committed_step=point.head_step,
         step=point.step,
         groups=reader.groups,
         coordinate=communicator.coordinate,
         speaks=communicator.speaks,
-        cursors=cursors,
+        cursors=_cursors_of(reader, state),
     )
     if memory is not None:
         tracker.losses, tracker.skipped = memory.trained.losses, memory.trained.skipped
         tracker.earlier = memory.advances if communicator.rank == 0 else []
     return tracker
+
+
+def _cursors_of(reader: Reader, state: ReaderState) -> NDArray[np.int64]:
+    """Return the cursors of the key groups that a rank reports, int64 [groups, sources, 4]."""
+    return np.array([[source[group] for source in state] for group in reader.groups], dtype=np.int64)
 
 
 def check_restored(order: LegOrder, step: int, found: ReaderState) -> None:

@@ -79,6 +79,12 @@ class Committer:
         self._seq = 0
         """The run's last that is known here."""
 
+    def enter_leg(self, trained: AttemptLeg) -> None:
+        """Commit the steps of the next leg from now on. All steps before it are committed."""
+        self._leg, self._order, self._leg_is_new = trained.leg, trained.order, True
+        self._maker = RowMaker(trained.leg, trained.order)
+        self._slices = SliceWriter(self._ledger.lakehouse, trained.order)
+
     def decide(self, votes: list[Vote], prepared: Prepared) -> Decision:
         """Commit, or explain why not. All ranks receive the result in any case."""
         try:

@@ -45,6 +45,8 @@ class Communicator:
             self._group = self._new_group()
         self.tree = RankTree(self.rank, self.world_size, self._group)
         self.background_tree = RankTree(self.rank, self.world_size, self._group, tag=_BACKGROUND_TAG)
+        self._apart: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        """Groups of exchanges, by their ranks. The reader of another leg uses that of the last one."""
         self.step_syncs: Syncs = StepSyncs(self.world_size, self._group)
 
     def add(self, numbers: torch.Tensor) -> None:
@@ -63,7 +65,10 @@ class Communicator:
             joining = torch.zeros(self.world_size, dtype=torch.int32)
             joining[self.rank] = joins
             self.add(joining)
-            apart = self._new_group(joining.nonzero().flatten().tolist())
+            ranks = joining.nonzero().flatten().tolist()
+            apart = self._apart.get(tuple(ranks))
+            if apart is None:
+                apart = self._apart[tuple(ranks)] = self._new_group(ranks)
         return summing_over(apart, self.waits, counts_here=self.speaks)
 
     def close(self) -> None:
