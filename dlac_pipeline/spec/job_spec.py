@@ -71,9 +71,9 @@ class SourceSpec(spec_problems.Section):
     place: Literal["mixed", "late"] = "mixed"
     """"mixed": among the samples of all sources. "late": after all samples of the sources that are mixed. If its rows have to be
     forgotten, few steps are repeated."""
-    follow: Literal["pinned", "appends"] = "pinned"
+    follow: Literal["pinned", "appends", "stream"] = "pinned"
     """"pinned": read the planned snapshot. "appends": each launch also reads the rows that were appended since, in one pass. Rows
-    that do not fill a batch wait for the next launch."""
+    that do not fill a batch wait for the next launch. "stream": the launch waits for appended rows, and trains them too."""
     on_overwrite: Literal["stop", "read", "ignore"] = "stop"
     """Policy of a following source for overwritten rows: stop with an error, read new rows, or ignore them."""
     identity_columns: list[str] = Field(default_factory=list)
@@ -112,12 +112,17 @@ class SourceSpec(spec_problems.Section):
     def _has_such_versions(self) -> SourceSpec:
         if self.format != ICEBERG and (self.ref or (self.snapshot_id or 0) < 0):
             raise ValueError(f'expected the number of a version with format = "{self.format}", found {self.version!r}')
-        if self.ref and self.follow == "appends":
+        if self.ref and self.follows:
             raise ValueError(
                 f"expected a source that follows appends without a branch or tag, found version {self.ref!r}: only main can be "
                 'followed; set follow = "pinned", or leave version out'
             )
         return self
+
+    @property
+    def follows(self) -> bool:
+        """True if rows that are appended to the table are read."""
+        return self.follow != "pinned"
 
     @model_validator(mode="after")
     def _declares_read_columns(self) -> SourceSpec:
@@ -409,12 +414,24 @@ class JobSpec(spec_problems.Section):
         if self.order.steps is None and all(self.passes_of(source) == 0 for source in self.sources):
             raise ValueError("expected order.steps, for no source ever ends, found none: set it, or passes of a source")
         late = [source for source in self.sources if source.place == "late"]
-        if late and (
-            len(late) == len(self.sources) or late[0].follow == "appends" or not all(map(self.passes_of, self.sources))
-        ):
+        if late and (len(late) == len(self.sources) or late[0].follows or not all(map(self.passes_of, self.sources))):
             raise ValueError(
                 'expected place = "late" beside a mixed source, and sources that end (passes above 0, follow = "pinned"), '
                 f"found it for {[source.label for source in late]!r} of {labels!r}: leave it out, or set passes"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _streams(self) -> JobSpec:
+        """Check that a leg can be switched in place."""
+        conditions = {
+            "launch.replicas": self.launch.replicas,
+            'launch.on_skipped = "replay"': self.launch.on_skipped == "replay",
+        }
+        found = [name for name, holds in conditions.items() if holds]
+        if self.streams and found:
+            raise ValueError(
+                f'expected follow = "stream" without {found[0]}, found both: leave it out, or set follow = "appends"'
             )
         return self
 
@@ -434,6 +451,11 @@ class JobSpec(spec_problems.Section):
                 f'expected launch.on_skipped = "replay" without {found[0]}, found both: set launch.on_skipped = "count"'
             )
         return self
+
+    @property
+    def streams(self) -> bool:
+        """True if the run waits for rows that are appended to its tables."""
+        return self.source.follow == "stream"
 
     @property
     def own_tables(self) -> tuple[str, ...]:

@@ -28,7 +28,7 @@ from dlac_pipeline.supervise.failure import (
 from dlac_pipeline.supervise.ranks.all_ranks import AllRanks
 from dlac_pipeline.supervise.ranks.local_ranks import Exit
 from dlac_pipeline.supervise.ranks.node_part import NodePart
-from dlac_pipeline.supervise.ranks.rank_events import Ending, Event, EventReader, ending_of
+from dlac_pipeline.supervise.ranks.rank_events import Ending, Event, EventReader, ending_of, read_entered_leg
 from dlac_pipeline.supervise.ranks.run_events import RunEvents
 from dlac_pipeline.supervise.recovery_recorder import BackgroundRecorder
 from dlac_pipeline.supervise.start.supervised_start import SupervisedStart
@@ -63,7 +63,7 @@ class SupervisedAttempt:
         events: RunEvents,
     ) -> None:
         self.number = 0
-        self.leg: Leg | None = None
+        self._leg: Leg | None = None
         self.committed = False
         self.others = part.round.others
         """Places of the further nodes of this attempt."""
@@ -120,6 +120,12 @@ class SupervisedAttempt:
                 (self.folder / STOPPED_FILE).touch()
         return end
 
+    @property
+    def leg(self) -> Leg | None:
+        """The leg that is trained, or None before the resume point is known. Ranks may have entered another one in place."""
+        entered = read_entered_leg(self.folder)
+        return self._leg if entered is None else Leg.from_json(entered)
+
     def end_before_training(self) -> Ending | Rescale:
         """Return the end of an attempt that a stop request ended before its ranks trained: other nodes resume the run."""
         if self._stops.leaving.is_set() and self.others:
@@ -131,7 +137,7 @@ class SupervisedAttempt:
         self.number = point.attempt
         self._monitor.step = self._resumed_step = point.step
         self._head_step = point.head_step
-        self.leg = leg = Leg.from_json(point.leg)
+        self._leg = leg = Leg.from_json(point.leg)
         rows = [self._retry(self._plans.row, source.plan_id) for source in leg.sources]
         self._run_events.publish_start(point, self._plans, self._round.share, self.folder)
         readers = self._spec.launch.mesh.readers(self._round.share.world_size)

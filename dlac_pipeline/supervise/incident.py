@@ -38,13 +38,14 @@ class Incident:
         self._convert_s = 0.0
 
     def observe(self, heartbeats: Sequence[RankHeartbeat]) -> bool:
-        """Note the phases that the ranks have reached. Return True once all have finished a step or all their work."""
+        """Note the phases that the ranks have reached. Return True once all have finished a step, or all that there is."""
         now = time.time()
         past_loading = all(found.phase >= Phase.TRAINING for found in heartbeats)
         self._convert_s = max(found.spent.convert_us for found in heartbeats) / 1e6
         if self._loaded_at is None and past_loading:
             self._loaded_at = now
-        stepped = all(found.step > self._point.step or found.phase == Phase.DONE for found in heartbeats)
+        nothing_to_do = (Phase.DONE, Phase.IDLE)
+        stepped = all(found.step > self._point.step or found.phase in nothing_to_do for found in heartbeats)
         if past_loading and stepped:
             self._stepped_at = now
         return self._stepped_at is not None

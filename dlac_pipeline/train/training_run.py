@@ -26,7 +26,7 @@ from dlac_pipeline.supervise.liveness.heartbeat import Phase
 from dlac_pipeline.supervise.liveness.heartbeat_writer import HeartbeatWriter
 from dlac_pipeline.supervise.ranks.healing import healing_of
 from dlac_pipeline.supervise.ranks.rank_events import EventWriter
-from dlac_pipeline.train import startup
+from dlac_pipeline.train import leg_switch, startup
 from dlac_pipeline.train.checkpoint_policy import CheckpointPolicy
 from dlac_pipeline.train.checkpointing import Checkpointing, prepare_process
 from dlac_pipeline.train.open_attempt import OpenAttempt, open_attempt
@@ -125,6 +125,7 @@ class TrainingRun:
         self._policy.resumed(self.resume_point)
         self._batch: Batch | None = None
         self._loader: TrainerLoader | None = None
+        self._follower: leg_switch.Follower | None = None
         self._due_reason: str | None = None
         self._is_unfinished = False
         """True after a step whose checkpoint or memory state, if one is due, is not taken yet."""
@@ -383,6 +384,8 @@ class TrainingRun:
 
     def close(self) -> None:
         """Close files, the reader and the heartbeat, and leave the process group."""
+        if self._follower is not None:
+            self._follower.close()
         self._checkpointing.close()
         self._attempt.reader.close()
         self._heartbeat.close()
@@ -425,7 +428,25 @@ class TrainingRun:
         self._heartbeat.doing(Phase.DONE, tracker.step)
 
     def _watched_batches(self) -> Iterator[Batch]:
-        """Yield the reader's batches, with a heartbeat before and after each."""
+        """Yield the batches of all legs, with a heartbeat before and after each."""
+        self._follower = self._follower or self._open_follower()
+        yield from self._batches_of_leg()
+        while self._follower is not None and self._follower.enter_next():
+            yield from self._batches_of_leg()
+
+    def _open_follower(self) -> leg_switch.Follower | None:
+        switch = leg_switch.LegSwitch(
+            spec=self.spec,
+            attempt=self._attempt,
+            checkpointing=self._checkpointing,
+            communicator=self._communicator,
+            policy=self._policy,
+            heartbeat=self._heartbeat,
+            events=self._events,
+        )
+        return leg_switch.open_follower(switch)
+
+    def _batches_of_leg(self) -> Iterator[Batch]:
         self._heartbeat.reading()
         for batch in self._attempt.reader:
             handed = self._heartbeat.handed(

@@ -123,7 +123,7 @@ def test_code_in_deepspeed_file_is_refused(tmp_path: Path, engine: str, world_si
     "engine", ["fsdp2", *(pytest.param(each, marks=pytest.mark.soak) for each in ("ddp", "zero1", "zero2", "zero3"))]
 )
 def test_failed_write_blocks_no_rank(tmp_path: Path, engine: str) -> None:
-    """The save raises on one rank and returns on the others. All ranks continue training, and the vote prevents the commit."""
+    """The save raises on one rank and returns on further ones. All ranks continue training, and the vote prevents the commit."""
     saved = save(tmp_path, 2, engine=engine, full_rank=1)
     of_rank_1 = ("shard-00002", "shards-00001", "rank_1")
     assert not any(each in path.name for path in saved.folder.rglob("*") for each in of_rank_1)
@@ -359,7 +359,7 @@ def test_other_model_is_refused_by_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["shards-index.pt", "shards-00000.pt", "torch-state.pt"])
 def test_code_in_shard_file_is_refused(tmp_path: Path, name: str) -> None:
-    """Code in the index, in shards and in the other files is refused."""
+    """Code in the index, in shards and in further files is refused."""
     Parts().engine("dcp").save(tmp_path, Direct().write)
     path = tmp_path / name
     parts = torch.load(path, weights_only=True)

@@ -98,7 +98,7 @@ def _check_readable(spec: job_spec.JobSpec, last_batch: str) -> None:
         raise SpecInvalid(f"expected last_batch to be one of {LAST_BATCHES!r}, found {last_batch!r}: correct it")
     if any(source.follow != "pinned" for source in spec.sources):
         raise SpecInvalid(
-            'expected sources with follow = "pinned", found "appends": set "pinned", or train with training_run, which alone '
+            'expected sources with follow = "pinned", found another: set "pinned", or train with training_run, which alone '
             "can start new legs"
         )
     if any(ABOUT in source.columns and not source.transform for source in spec.sources) and not spec.sequences.length:

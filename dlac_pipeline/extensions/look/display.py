@@ -106,6 +106,7 @@ def describe_live(facts: Mapping[str, Any], options: Sequence[str] = ()) -> dict
         **_describe_place(facts, facts["state"]),
         "speed": ", ".join(_format_rate(rate, noun) for rate, noun in speeds if rate is not None),
         "consumed": None if share is None else f"{share:.1%} of the pass",
+        "lag": None if facts["lag_rows"] is None else format_count(facts["lag_rows"], "row"),
         "checkpoint": "none committed yet" if age is None else format_ago(age),
         "at risk": risk if at_risk else None,
         "attempt": f"{facts['attempt']:,}",

@@ -28,6 +28,8 @@ from dlac_pipeline.supervise.ranks.rank_events import read_total_steps
 _OF_ADVANCES = ("seq", "kind", "checkpoint_id", "attempt", "source", "pass", "plan_id", "rows_consumed")
 _RATE_OVER_S = 15.0
 """Seconds over which steps per second are counted."""
+_COUNTED_EVERY_S = 2.0
+"""Seconds between two looks at the tables that a run follows."""
 _SILENT_S = 30.0
 """Silence, in seconds, after which a rank is shown as silent instead of with its last phase."""
 
@@ -50,6 +52,7 @@ class LiveStatus:
         self._problem: str | None = None
         self._recoveries: list[Recovery] = []
         self._asked_attempt = -1
+        self._table_rows, self._counted_at = 0, 0.0
 
     def look(self) -> dict[str, Any]:
         """Return the current facts by name. Names that end in `_s` are in seconds."""
@@ -82,6 +85,7 @@ class LiveStatus:
             "steps_per_s": None if steps_per_s is None else round(steps_per_s, 3),
             **self._speed(leg, steps_per_s),
             "consumed_share": self._consumed_share(ranks),
+            "lag_rows": None if leg is None else self._lag(leg, now),
             "checkpoint_age_s": None if committed_at is None else round(now - committed_at, 1),
             "at_risk_steps": step - head_step,
             "at_risk_s": round(max(0.0, at_risk_s), 1) if step > head_step else 0.0,
@@ -159,6 +163,22 @@ class LiveStatus:
         in_flight = max(0, sum(each.spent.rows for each in ranks) - committed)
         done = sum(row.rows_consumed for row in current) + in_flight
         return round((done % live or min(done, live)) / live, 4) if live else None
+
+    def _lag(self, leg: Leg, now: float) -> int | None:
+        """Return the rows of followed tables that no checkpoint has. None if some rows are not to be read, or it is unknown."""
+        if not leg.following or any(source.exclude or source.row_filter for source in leg.sources):
+            return None
+        if now - self._counted_at > _COUNTED_EVERY_S:
+            self._counted_at = now
+            with suppress(LakehouseError, CommitConflict):
+                found = [self._ledger.lakehouse.load(each.table).current_snapshot() for each in leg.sources]
+                self._table_rows = sum(
+                    int(each.summary["total-records"] or 0) for each in found if each and each.summary
+                )
+        lineage = set(lineage_of(self._rows, self._fence.head))
+        return max(
+            0, self._table_rows - sum(row.rows_consumed for row in self._advances if row.checkpoint_id in lineage)
+        )
 
     def _live_rows_of(self, plan_id: str) -> int:
         if plan_id not in self._live_rows:

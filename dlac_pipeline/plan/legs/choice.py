@@ -59,7 +59,7 @@ def plan_sources(
 
 def _checks_of(spec: JobSpec, source: SourceSpec) -> ColumnChecks:
     """Return the columns whose content would surely end the run: none if not all rows are read, or a transform gets them."""
-    ends_before = spec.order.steps is not None or source.follow == "appends" or not spec.passes_of(source)
+    ends_before = spec.order.steps is not None or source.follows or not spec.passes_of(source)
     if ends_before or source.transform:
         return NO_CHECKS
     if spec.sequences.length:
@@ -167,7 +167,7 @@ def requested_leg(spec: JobSpec, leg: Leg, table_uuids: Mapping[str, str]) -> Le
     sources = []
     for source, mine in zip(spec.sources, known, strict=False):
         start = mine.start if mine else SourceStart.fresh(spec.order.key_groups, [])
-        snapshot = None if source.follow == "appends" else source.snapshot_id
+        snapshot = None if source.follows else source.snapshot_id
         planned: dict[str, Any] = {
             "table_uuid": table_uuids.get(source.table, f"(no table {source.table})"),
             "snapshot_id": (mine.snapshot_id if mine else 0) if snapshot is None else snapshot,
@@ -180,7 +180,7 @@ def requested_leg(spec: JobSpec, leg: Leg, table_uuids: Mapping[str, str]) -> Le
 
 
 def _bound_of(spec: JobSpec, source: SourceSpec) -> dict[str, Any]:
-    same = ("table", "weight", "follow", "on_reject", "place")
+    same = ("table", "weight", "on_reject", "place")
     lists = ("columns", "exclude", "identity_columns", "nullable", "ragged")
     return {
         **{name: getattr(source, name) for name in same},
@@ -188,12 +188,13 @@ def _bound_of(spec: JobSpec, source: SourceSpec) -> dict[str, Any]:
         "name": source.label,
         "row_filter": source.planned_filter,
         "passes": _passes(spec, source),
+        "follow": "appends" if source.follows else "pinned",  # the order is the same if it streams
         "transform": load_transform(source.transform).digest if source.transform else "",
     }
 
 
 def _passes(spec: JobSpec, source: SourceSpec) -> int:
-    return 1 if source.follow == "appends" else spec.passes_of(source)
+    return 1 if source.follows else spec.passes_of(source)
 
 
 def _settings(spec: JobSpec) -> dict[str, Any]:

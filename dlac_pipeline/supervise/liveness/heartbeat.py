@@ -27,6 +27,8 @@ class Phase(IntEnum):
     DONE = 4
     WAITING = 5
     """In training, for the other process groups of the attempt."""
+    IDLE = 6
+    """In training, for rows that are appended. Everything is committed."""
 
 
 @dataclass(kw_only=True, slots=True)

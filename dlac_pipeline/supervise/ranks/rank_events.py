@@ -14,6 +14,7 @@ Ending = Literal["finished", "caught_up", "stopped", "left"]
 """The end of an attempt in order, as rank 0 reports it."""
 ENDINGS: Sequence[Ending] = get_args(Ending)
 EVENTS_FILE = "events.jsonl"
+_ENTERED_LEG = "leg.json"
 
 
 class EventWriter:
@@ -37,6 +38,13 @@ class EventWriter:
             with self._path.open("a") as stream:
                 stream.write(mask_event(json.dumps({**event, "at": time.time()})) + "\n")
 
+    def note_leg(self, leg: str) -> None:
+        """Record the leg that the ranks have entered in place, as JSON."""
+        if self._path is not None:
+            part = self._path.with_name(f"{_ENTERED_LEG}.part")
+            part.write_text(leg)
+            part.rename(self._path.with_name(_ENTERED_LEG))
+
 
 class EventReader:
     """Reader of the events of an attempt, each of them once."""
@@ -58,8 +66,14 @@ class EventReader:
 
 
 def read_total_steps(folder: Path) -> int | None:
-    """Return the last step of the run, as the ranks recorded it when they began to train, or None if unknown."""
-    return next((event["total_steps"] for event in reversed(_read_events(folder, ("training",)))), None)
+    """Return the last step of the run, as the ranks recorded it when they began to train its leg, or None if unknown."""
+    return next((event["total_steps"] for event in reversed(_read_events(folder, ("training", "leg")))), None)
+
+
+def read_entered_leg(folder: Path) -> str | None:
+    """Return the leg that the ranks have entered in place, or None if they train that of the start."""
+    path = folder / _ENTERED_LEG
+    return path.read_text() if path.exists() else None
 
 
 def read_ending(folder: Path) -> Ending | None:

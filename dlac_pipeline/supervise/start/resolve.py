@@ -54,7 +54,10 @@ class Resolver:
         self._spec = spec
         self._options = options
         self._recovering = recovering
-        follows = options.repin and any(source.follow == "appends" for source in spec.sources)
+        self._repin = options.repin and (not spec.streams or bool(options.unreadable))
+        """True to continue with the rows that were appended since. A run that streams does so at the end of its leg, unless the
+        leg that follows has rows to leave out."""
+        follows = self._repin and any(source.follows for source in spec.sources)
         asks = follows or options.unreadable or options.plans or spec.launch.new_leg
         self.defers_tables = recovering and not asks
         """True if `check_tables` is left to the caller, once the state is restored."""
@@ -68,7 +71,8 @@ class Resolver:
         """Return the leg for a head, as far as the ledger and the head's manifest show it. Raises as `check`.
 
         `in_memory` returns the legs of states in memory, the newest first. If the head's manifest is damaged, one of these is
-        taken that the spec requests, and that the head ends in or is followed by.
+        taken that the spec requests, and that the head ends in or is followed by. A run that streams continues the leg that
+        follows its head, too: it was entered in place.
         """
         rows = self.ledger.rows(self._spec.run, kinds=typed_rows.HEAD_KINDS)
         row = checkpoint_rows(rows).get(head or "")
@@ -81,7 +85,12 @@ class Resolver:
             found = (leg for leg in in_memory() if leg.index in (committed.index, committed.index + 1))
             leg = next((each for each in found if self._continues(each, rows)), None)
             return Resolved(leg=leg or committed, head=head, damage=str(err), is_sure=leg is not None)
-        return self.resolve_at(rows, manifest)
+        resolved = self.resolve_at(rows, manifest)
+        entered = (
+            (leg for leg in in_memory() if _follows(resolved.leg, leg, manifest.step)) if self._spec.streams else ()
+        )
+        leg = next((each for each in entered if self._continues(each, rows)), None)
+        return resolved if leg is None else replace(resolved, leg=leg)
 
     def _continues(self, leg: Leg, rows: Sequence[typed_rows.LedgerRow]) -> bool:
         """Return whether the launch requests this leg, and its plans can be read."""
@@ -102,7 +111,7 @@ class Resolver:
         if not self.defers_tables or requested.bound() != leg.bound():
             self.check_tables(leg)
             spec = excluding(self._spec, exclusions_in_force(rows))
-            repin = self._options.repin
+            repin = self._repin
             if self._has_replays(leg, rows, manifest):
                 self._check_finishes(leg, requested)
                 repin = False
@@ -197,6 +206,11 @@ class Resolver:
         return tuple(plan_ids) if fits else ()
 
 
+def _follows(leg: Leg, later: Leg, step: int) -> bool:
+    """Return whether a leg begins where another one has ended, after a step."""
+    return later.index == leg.index + 1 and later.start_step == step
+
+
 def excluding(spec: JobSpec, exclusions: Sequence[typed_rows.Exclusion]) -> JobSpec:
     """Return the spec with the exclusions of rewinds after the spec's exclusions, without repeats."""
     sources = [
@@ -213,7 +227,7 @@ def _as_it_began(spec: JobSpec, rows: Sequence[typed_rows.LedgerRow]) -> JobSpec
         return spec
     sources = [
         source.model_copy(update={"version": mine.snapshot_id})
-        if source.snapshot_id is None and source.follow != "appends" and source.table == mine.table
+        if source.snapshot_id is None and not source.follows and source.table == mine.table
         else source
         for source, mine in zip(spec.sources, first.sources, strict=True)
     ]
