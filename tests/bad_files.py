@@ -85,8 +85,7 @@ def _passports(_: dict[str, Any], made: Made) -> Iterator[BadInput]:
         digest = digest_of_passport(facts, content) if "digest" not in name else "x"
         # only the ledger can refute another text
         home = "" if name.endswith("'nope'") else "nowhere"
-        changed = json.dumps({**facts, "digest": digest}).encode() + b"\n" + content
-        yield with_passport(name, changed, home=home)
+        yield with_passport(name, json.dumps({**facts, "digest": digest}).encode() + b"\n" + content, home=home)
     for name, content in damaged(made.weights).items():
         yield BadInput(kind="weights", name=name, arguments=["checkpoint", "identify", "w"], files={"w": content})
 
@@ -176,8 +175,7 @@ def _adopted(spec: dict[str, Any], made: Made) -> Iterator[BadInput]:
 
 
 def _shadows(spec: dict[str, Any], made: Made) -> Iterator[BadInput]:
-    head = {"format_version": 1, "rank": 0, "world_size": 1, "step": 0, "started_ns": 5}
-    whole = json.dumps(head).encode() + b"\n"
+    whole = json.dumps({"format_version": 1, "rank": 0, "world_size": 1, "step": 0, "started_ns": 5}).encode() + b"\n"
 
     def shadow(name: str, content: bytes | None) -> BadInput:
         files = {"shadow/README": b""} | ({} if content is None else {"shadow/rank-0.rows": content})
@@ -194,7 +192,7 @@ def _shadows(spec: dict[str, Any], made: Made) -> Iterator[BadInput]:
 
 def _job_files(_: dict[str, Any], made: Made) -> Iterator[BadInput]:
     bomb = "\n".join(["a0: &a0 [x, x]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 40))])
-    contents = {
+    for name, content in {
         "many aliases.yaml": bomb.encode(),
         "circle.yaml": b"run: &a [*a]\nsource: &b {x: *b}\n",
         "binary.yaml": bytes(range(256)),
@@ -204,8 +202,7 @@ def _job_files(_: dict[str, Any], made: Made) -> Iterator[BadInput]:
         "deep.yaml": b"[" * 5000,
         "keys.yaml": b"1: 2\nnull: 3\n",
         "latin.toml": "run = 'é'".encode("latin-1"),
-    }
-    for name, content in contents.items():
+    }.items():
         yield BadInput(kind="spec file", name=name, arguments=["plan", name], files={name: content})
     links, files = {"loop.toml": "loop.toml", "dangling.yaml": "nowhere"}, {"folder.toml/x": b""}
     for name in ("loop.toml", "dangling.yaml", "folder.toml", "x" * 300 + ".toml", "loop.toml/x.toml"):

@@ -158,8 +158,7 @@ def _of_options(script: str) -> Iterator[BadInput]:
     for arguments, options in _OPTIONS.items():
         spec = valid_spec(script) | {"run": FINISHED if arguments[0] == "checkpoint" else "optional"}
         for named in ([*arguments, option, value] for option, values in options.items() for value in values):
-            name = " ".join(map(repr, named))
-            yield BadInput(kind="option", name=name, arguments=named, spec=spec, links=LOOP)
+            yield BadInput(kind="option", name=" ".join(map(repr, named)), arguments=named, spec=spec, links=LOOP)
 
 
 _WRONG_ARGUMENTS = [

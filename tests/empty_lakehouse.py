@@ -59,7 +59,6 @@ def _template() -> tuple[str, Mapping[str, bytes]]:
     """Make a lakehouse, once in this process. Returns the folder that it was made in, and its files."""
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder).resolve() / "home"
-        lakehouse = connect(LakehouseConfig().at_home(home))
-        lakehouse.create_namespace("src")
+        connect(LakehouseConfig().at_home(home)).create_namespace("src")
         files = {str(path.relative_to(home)): path.read_bytes() for path in home.rglob("*") if path.is_file()}
         return str(home), files

@@ -61,8 +61,7 @@ class Forked(subprocess.Popen[Any]):
             own if own != -1 else shared
             for own, shared in zip((stdin_end, stdout_end, stderr_end), range(3), strict=True)
         ]
-        request = _request([*map(os.fspath, args)], env=env, cwd=cwd, new_session=rest[20])
-        self.pid = _fork(request, streams)
+        self.pid = _fork(_request([*map(os.fspath, args)], env=env, cwd=cwd, new_session=rest[20]), streams)
         self._child_created = True
         self._close_pipe_fds(*rest[9:15])  # type: ignore[attr-defined]  # Popen's own, without a type
 

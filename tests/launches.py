@@ -68,8 +68,7 @@ class Launch:
         if self.process.poll() is not None:
             return []  # its process id may be another one's by now
         with suppress(psutil.NoSuchProcess):
-            children = psutil.Process(self.process.pid).children()
-            titles = {process: " ".join(process.cmdline()) for process in children}
+            titles = {process: " ".join(process.cmdline()) for process in psutil.Process(self.process.pid).children()}
             servers = [
                 process for process, title in titles.items() if re.search("fork.server", title)
             ]  # its title once it runs

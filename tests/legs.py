@@ -47,5 +47,4 @@ def leg_of(*sources: LegSource, **changes: Any) -> Leg:
 
 def order_of(units: UnitTable, passes: int = 1, **changes: Any) -> LegOrder:
     """Return the order of a leg over one plan."""
-    key_groups = changes.get("key_groups", 4)
-    return leg_of(source_of(key_groups=key_groups, passes=passes), **changes).order({"p": units})
+    return leg_of(source_of(key_groups=changes.get("key_groups", 4), passes=passes), **changes).order({"p": units})

@@ -52,8 +52,7 @@ def part_of(rank: int, *, world_size: int = 3, step: int = 13, **changes: Any) -
 
 def keep(folder: Path, part: RankState, *, slot: int = 0) -> None:
     """Write a part into the memory of a node, as a rank does."""
-    attempt = states.attempt_folder(folder, part.attempt, part.nonce)
-    place = states.slot_of(attempt, slot)
+    place = states.slot_of(states.attempt_folder(folder, part.attempt, part.nonce), slot)
     states.make_folder(place)
     for name, size in part.files:
         (place / name).parent.mkdir(parents=True, exist_ok=True)

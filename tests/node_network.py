@@ -44,8 +44,7 @@ class Network:
     def job(self, run: str, nodes: str, **changes: Any) -> JobSpec:
         """Return a job for a range of nodes."""
         meets = {"nodes": nodes, "rendezvous": self.rendezvous, "batch_size": BATCH, "gather_timeout_s": 120}
-        spec = job(self.arena, run, **meets, **changes)
-        return spec.model_copy(update={"lakehouse": self.catalog})
+        return job(self.arena, run, **meets, **changes).model_copy(update={"lakehouse": self.catalog})
 
     def join(self, name: str, spec: JobSpec) -> NetworkNode:
         """Start a new node that takes part."""
@@ -92,8 +91,7 @@ def open_network(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Netw
     home.mkdir()
     with ExitStack() as stack:
         address = stack.enter_context(open_switch())
-        under = ["ip", "netns", "exec", SWITCH]
-        uri = stack.enter_context(postgres(listens=address, under=under))
+        uri = stack.enter_context(postgres(listens=address, under=["ip", "netns", "exec", SWITCH]))
         config_here = LakehouseConfig(uri=uri).at_home(home)
         config_there = config_here.model_copy(update={"uri": f"postgresql+psycopg2://dagster@{address}/postgres"})
         meets = f"{address}:{free_port()}"

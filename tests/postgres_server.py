@@ -49,8 +49,7 @@ def postgres(*, listens: str = "", under: Sequence[str] = (), connections: int =
         keepalive = {"idle": 5, "interval": 5, "count": 2}
         settings += [part for name, value in keepalive.items() for part in ("-c", f"tcp_keepalives_{name}={value}")]
         command = [*under, "postgres", "-D", data, *settings]
-        options = {"cwd": folder} if under else who
-        with subprocess.Popen(command, stderr=subprocess.DEVNULL, **options) as server:
+        with subprocess.Popen(command, stderr=subprocess.DEVNULL, **{"cwd": folder} if under else who) as server:
             try:
                 ready = ["psql", "-h", str(folder), "-U", "dagster", "-c", "SELECT 1", "postgres"]
                 wait_until(

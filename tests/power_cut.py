@@ -56,8 +56,7 @@ class Disk:
             for kind, inode, path in self._names(synced[-1][3]) if synced else ():
                 _make(self.root / path, kind, contents.get(inode))
             return
-        folders = {inode: copy for kind, inode, copy, _ in synced if kind == "folder"}
-        self._fill(self.root, _ROOT, folders, contents)
+        self._fill(self.root, _ROOT, {inode: copy for kind, inode, copy, _ in synced if kind == "folder"}, contents)
 
     def _fill(self, folder: Path, inode: str, folders: Mapping[str, str], contents: Mapping[str, Path]) -> None:
         for kind, child, name in self._names(folders[inode]) if inode in folders else ():

@@ -292,8 +292,7 @@ class Contract:
     def _turn(self, ended: bool) -> None:
         """Move both runs to the next leg."""
         done = self._done()
-        streams = self._streams()
-        given = [{group: len(stream) for group, stream in each.items()} for each in streams]
+        given = [{group: len(stream) for group, stream in each.items()} for each in self._streams()]
         changed = self._change()
         spec, repin = self._spec(), self._reading.follows
         if not self._whole.turn(spec, repin=repin):

@@ -169,8 +169,7 @@ def _word_rows(ids: Sequence[int]) -> pa.Table:
 def tokenized(folder: Path) -> Reading:
     """Return packed texts, with a tokenizer whose words are numbers."""
     path = folder / "tokenizer.json"
-    words = {f"w{token}": token for token in range(400 * PER_ROW)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer = Tokenizer(models.WordLevel({f"w{token}": token for token in range(400 * PER_ROW)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(path))
     sequences = {"length": 9, "tokenizer": str(path)}

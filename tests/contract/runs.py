@@ -122,8 +122,7 @@ class Run:
         uuids = {
             source.table: str(self.lakehouse.load(source.table).metadata.table_uuid) for source in self.spec.sources
         }
-        asked = requested_leg(spec, self.leg, uuids)
-        request = LegRequest(requested=asked, repin=repin)
+        request = LegRequest(requested=requested_leg(spec, self.leg, uuids), repin=repin)
         after = next_leg(Plans(self.lakehouse), spec, self.leg, request, step=self.step, state=self.state)
         turned = after is not self.leg
         if turned:
@@ -227,8 +226,7 @@ def _join_parts(parts: Sequence[Batch], groups: Sequence[range], key_groups: int
     for mine, part in zip(groups, parts, strict=True):
         for group, cursors in zip(mine, part.cursors.tolist(), strict=True):
             assert by_group.setdefault(group, cursors) == cursors, "ranks that share a key group agree on its cursor"
-    sources = len(by_group[0])
-    state = [[Cursor(*by_group[group][source]) for group in range(key_groups)] for source in range(sources)]
+    state = [[Cursor(*by_group[group][source]) for group in range(key_groups)] for source in range(len(by_group[0]))]
     tensors = {name: _end_to_end(name, parts) for name in parts[0].tensors}
     valid, source = (np.concatenate([getattr(part, name).numpy() for part in parts]) for name in ("valid", "source"))
     return GlobalBatch(step=step, tensors=tensors, valid=valid, source=source, rows=rows, tokens=tokens, state=state)

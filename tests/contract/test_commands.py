@@ -135,8 +135,7 @@ def test_commands_are_grouped_with_examples() -> None:
     assert len(core.commands) <= 24
     listed: dict[str, Any] = dict(core.commands)
     assert {each.rich_help_panel for each in listed.values()} <= set(_GROUPS)
-    commands = {**listed, **{name: load_command(name) for name in _OURS}}
-    for name, command in commands.items():
+    for name, command in {**listed, **{name: load_command(name) for name in _OURS}}.items():
         parts: dict[str, Any] = dict(command.commands) if isinstance(command, TyperGroup) else {"": command}
         for part, each in parts.items():
             assert f"$ dlac {name.replace('.', ' ')} {part}".rstrip() in each.epilog

@@ -120,5 +120,4 @@ def test_kept_launch_resumes_exactly(arena: Arena) -> None:
         arena.close()
     report = audit_run(arena.lakehouse, "launched")
     assert report.exact, report.to_json()
-    seen = arena.journal("launched")
-    assert max(row for step, rows in seen.items() if step > 15 for row in rows) < 390
+    assert max(row for step, rows in arena.journal("launched").items() if step > 15 for row in rows) < 390

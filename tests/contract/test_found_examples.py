@@ -121,8 +121,7 @@ def test_empty_source_leaves_slots_to_others(lakehouse: Lakehouse, batch_size: i
     """A source may end with rows without tokens, which only a reader knows. The batch is filled, and the run continues."""
     table_of(lakehouse, PACKED, 1)  # row 0 has no tokens
     SourceTable(lakehouse, "src.u", PACKED.rows).append(40)
-    order = {"passes": 1, "batch_size": batch_size, "key_groups": 1}
-    spec = spec_of(PACKED, order)
+    spec = spec_of(PACKED, {"passes": 1, "batch_size": batch_size, "key_groups": 1})
     other = spec.source.model_copy(update={"table": "src.u", "weight": 0.4})
     run = Run.begin(lakehouse, spec.model_copy(update={"mixture": [other]}))
     found: list[int] = []

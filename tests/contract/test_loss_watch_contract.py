@@ -72,5 +72,4 @@ def test_losses_of_last_step_are_gathered(watch: LossWatch) -> None:
 
 def test_usual_losses_end_no_attempt(watch: LossWatch) -> None:
     """Losses as those before are no reason to end an attempt."""
-    sync = StepSync(step=3, losses=[1.0, 1.1, 0.9])
-    watch.check(sync, skipped=())
+    watch.check(StepSync(step=3, losses=[1.0, 1.1, 0.9]), skipped=())

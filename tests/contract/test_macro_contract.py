@@ -28,8 +28,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("query", ["SELECT Twice(21) AS found", "SELECT 42 AS found"])
 def test_macro_is_defined_for_calls(arena: Arena, here: Command, query: str) -> None:
     """A query with calls is answered, and one without any loads no macro."""
-    answered = here("sql", query, "--json", home=arena.home)
-    assert json.loads(answered.stdout) == [{"found": 42}]
+    assert json.loads(here("sql", query, "--json", home=arena.home).stdout) == [{"found": 42}]
 
 
 @pytest.mark.parametrize(

@@ -110,8 +110,7 @@ def test_receiver_gets_events(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first section with a receiver gets the events of a command, and then its context ends."""
     heard = Heard()
     monkeypatch.setattr(section_class("mark"), "event_receiver", lambda *section, **launch: heard, raising=True)
-    spec = parse_spec({**GOOD, **TABLES}, origin="the test")
-    report_command(spec, {"event": "went_back"})
+    report_command(parse_spec({**GOOD, **TABLES}, origin="the test"), {"event": "went_back"})
     assert [each["event"] for each in heard.events] == ["went_back", "closed"]
 
 

@@ -180,7 +180,6 @@ def test_run_follows_appended_versions(arena: Arena, tmp_path: Path) -> None:
     assert len(arena.train(spec)) == 5
     (table.location / "versions.json").write_text(json.dumps(versions))
     arena.train(spec)
-    rows = [row for step in arena.recorded("follows").values() for row in step]
-    assert sorted(rows) == [*range(64)]
+    assert sorted(row for step in arena.recorded("follows").values() for row in step) == [*range(64)]
     report = audit_run(arena.lakehouse, "follows")
     assert report.exact, report.problems

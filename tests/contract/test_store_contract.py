@@ -146,8 +146,7 @@ def test_killed_upload_leaves_nothing(server: SeaweedFS, tmp_path: Path, killed:
 def test_forked_process_reads(server: SeaweedFS, tmp_path: Path) -> None:
     """Obstore's threads do not survive a fork. The child reads through pyarrow, and does not hang."""
     address = f"s3://store/{tmp_path.name}/file"
-    files = StoreFiles(server.properties)
-    files.write(address, b"content", within="s3://store")
+    StoreFiles(server.properties).write(address, b"content", within="s3://store")
     process = multiprocessing.get_context("fork").Process(target=StoreFiles(server.properties).read, args=(address,))
     process.start()
     process.join(60)

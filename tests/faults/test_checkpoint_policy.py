@@ -14,8 +14,7 @@ def test_checkpoints_follow_clock(campaign: Arena) -> None:
     """Two ranks save the same steps after a time has passed."""
     run = "timed"
     clock: dict[str, Any] = {"every_steps": None, "every_s": 1.0, "keep_last": 1}
-    launch = campaign.launched(campaign.spec(run, passes=1, pause_s=0.12, **clock))
-    checkpoints = launch.of("checkpoint")
+    checkpoints = campaign.launched(campaign.spec(run, passes=1, pause_s=0.12, **clock)).of("checkpoint")
     assert len(checkpoints) >= 3
     assert {event["reason"] for event in checkpoints[:-1]} == {"seconds"}
     assert checkpoints[-1]["reason"] in ("seconds", "end")  # it may be due at the last step

@@ -113,8 +113,7 @@ def test_runs_commit_while_upkeep_never_stops(tmp_path: Path, start: Start, cata
     }
     output = {run: process.end() for run, process in committers.items()}
     stop.touch()
-    kept = keeper.end()
-    assert sum(each["removed"] for each in kept) > 0
+    assert sum(each["removed"] for each in keeper.end()) > 0
     run_upkeep(lakehouse, keep=2)
     found = check_ledger(lakehouse)
     assert found.keys() == set("abc")

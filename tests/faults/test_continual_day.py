@@ -211,15 +211,13 @@ def check_clean_end(arena: Arena, dagster: LocalDagster, spec: JobSpec) -> None:
     wait_until(lambda: not trainers(), what="the end of all its processes", within_s=30)
     assert not is_lock_held(lock_path(spec.checkpoint.local, RUN))
     folders = list((Path(spec.checkpoint.store) / RUN).glob("attempt-*/step-*"))
-    kept = [each for each in list_checkpoints(arena.lakehouse, RUN) if each.state in ("head", "kept")]
-    assert len(kept) == KEEP
+    assert len([each for each in list_checkpoints(arena.lakehouse, RUN) if each.state in ("head", "kept")]) == KEEP
     assert len(folders) == KEEP
     assert all(any(each.iterdir()) for each in (Path(spec.checkpoint.store) / RUN).glob("attempt-*"))
     pins = list_pins(arena.lakehouse, spec.source.table)
     assert all(pin.needed_by == (RUN,) for pin in pins), pins
     assert len(pins) <= 3 * KEEP
-    source = Source(arena.home)
-    source.expire(int(time.time() * 1000))
+    Source(arena.home).expire(int(time.time() * 1000))
     assert len(arena.lakehouse.load(spec.source.table).snapshots()) <= len(pins) + 1
     assert audit_run(arena.lakehouse, RUN).exact  # although data files no longer exist
 

@@ -18,8 +18,7 @@ from tests.conftest import Arena
 @pytest.fixture(scope="module")
 def documents(campaign: Arena) -> Arena:
     """The campaign's lakehouse with a table of documents. Every token of a row is the row's number."""
-    lengths = np.random.default_rng(4).integers(1, 60, 300)
-    tokens = [[row] * int(length) for row, length in enumerate(lengths)]
+    tokens = [[row] * int(length) for row, length in enumerate(np.random.default_rng(4).integers(1, 60, 300))]
     rows = pa.table({"tokens": pa.array(tokens, pa.list_(pa.int32()))})
     campaign.lakehouse.catalog.create_table(
         "src.pages", rows.schema, properties={"write.parquet.row-group-limit": "25"}
@@ -63,8 +62,7 @@ def test_ranks_of_a_coordinate_count_once(documents: Arena) -> None:
     assert audit_run(documents.lakehouse, run).exact
     assert {row.readers for row in documents.lineage(run)} == {2, 4}
     assert _consumed(documents, run) == _consumed(documents, whole)
-    resumed = [claim.memory_readers for claim in documents.rows(run, ClaimRow) if claim.memory_of]
-    assert 2 in resumed
+    assert 2 in [claim.memory_readers for claim in documents.rows(run, ClaimRow) if claim.memory_of]
     steps = StepRows(documents.lakehouse, run)
     assert {row.rank for row in steps.of(1)} == {0, 2}
     assert [row.to_json() | {"rank": 0} for row in steps.of(1, rank=1)] == [
@@ -76,8 +74,7 @@ def test_lost_steps_have_readers(arena: Arena) -> None:
     """The job spec of an attempt shows how many ranks read one share of a step that no checkpoint has."""
     folder = arena.home / "lost"
     folder.mkdir()
-    job = spec(arena, "lost", world_size=4, per_reader=2)
-    (folder / "spec.json").write_text(job.model_dump_json())
+    (folder / "spec.json").write_text(spec(arena, "lost", world_size=4, per_reader=2).model_dump_json())
     claims = [ClaimRow(attempt=1, launch_folder=str(folder))]
     assert ranks_of_attempt(arena.lakehouse, claims, "lost", 1) == (4, 2, 1)
 

@@ -91,8 +91,7 @@ def test_checkpoints_are_observations_with_pictures(campaign: Arena, dagster: Lo
 @pytest.mark.soak
 def test_permanent_failure_is_not_recovered(campaign: Arena, dagster: LocalDagster) -> None:
     """A wrong column fails the Dagster run with its reason. The sensor evaluates the run, and does not recover it."""
-    spec = campaign.spec("hopeless-dagster", **RUNS["hopeless-dagster"])
-    ended = dagster.wait(dagster.train(spec.run))
+    ended = dagster.wait(dagster.train(campaign.spec("hopeless-dagster", **RUNS["hopeless-dagster"]).run))
     moment = time.time()
     assert ended.status == dg.DagsterRunStatus.FAILURE
     assert ended.tags[NO_RECOVERY_TAG] == "NoSuchColumn"

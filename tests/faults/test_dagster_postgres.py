@@ -33,12 +33,10 @@ def test_killed_run_heals_on_postgres_instance(campaign: Arena) -> None:
             for process in (worker.parent(), worker):
                 assert process is not None
                 process.kill()
-            ended = dagster.wait(run_id, timeout_s=90)
-            assert ended.status == dg.DagsterRunStatus.FAILURE
+            assert dagster.wait(run_id, timeout_s=90).status == dg.DagsterRunStatus.FAILURE
             [lost] = events_of(dagster, run_id, dg.DagsterEventType.RUN_FAILURE)
             assert "is gone" in lost.message
-            recovery = dagster.wait(dagster.recovery_of(run_id))
-            assert recovery.status == dg.DagsterRunStatus.SUCCESS
+            assert dagster.wait(dagster.recovery_of(run_id)).status == dg.DagsterRunStatus.SUCCESS
             assert len(runs_that_recover(dagster, run_id)) == 1
             assert daemon.is_running()
         with dagster.instance() as instance:

@@ -30,8 +30,7 @@ def test_full_store_ends_run_without_loss(campaign: Arena, small_disk: Path, mod
     committed = campaign.lineage(run)[-1]
     assert committed.step == launch.of("checkpoint")[-1]["step"] >= 10
     subprocess.run(["mount", "-o", "remount,size=10m", small_disk], check=True)
-    again = campaign.launched(spec)
-    assert again.of("attempt")[0]["step"] == committed.step
+    assert campaign.launched(spec).of("attempt")[0]["step"] == committed.step
     assert campaign.rows(run, QuarantinedCheckpointRow) == []
     assert campaign.journal(run) == campaign.journal("reference")
     assert campaign.losses(run) == campaign.losses("reference")

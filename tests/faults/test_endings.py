@@ -58,7 +58,6 @@ def test_unreachable_catalog_ends_at_once(campaign: Arena) -> None:
     """A first launch does not wait for an unreachable catalog."""
     spec = campaign.spec("unreachable")
     uri = "sqlite:////proc/nowhere/catalog.db"
-    lakehouse = spec.lakehouse.model_copy(update={"uri": uri})
-    launch = campaign.launch(spec.model_copy(update={"lakehouse": lakehouse}))
+    launch = campaign.launch(spec.model_copy(update={"lakehouse": spec.lakehouse.model_copy(update={"uri": uri})}))
     assert launch.wait() == 69
     assert uri in launch.of("error")[0]["message"]

@@ -115,8 +115,7 @@ def test_notice_causes_emergency_checkpoint(
     assert head.step == max(entry["step"] for entry in campaign.entries(run)) < 63
     with launch_under(campaign, launcher, run) as again:
         assert again.process.wait(timeout=200) == 0, again.log.read_text()[-3000:]
-    journal = campaign.journal(run)
-    assert sorted(row for rows in journal.values() for row in rows) == list(range(2000))
+    assert sorted(row for rows in campaign.journal(run).values() for row in rows) == list(range(2000))
     assert campaign.rows(run, FinishRow)
 
 

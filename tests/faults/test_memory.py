@@ -250,8 +250,7 @@ def test_wrong_model_leaves_state(campaign: Arena) -> None:
     wrong = campaign.launch(spec_of(campaign, run, outputs=2), takeover=True)
     assert wrong.wait() != 0
     assert "size mismatch" in str(wrong.of("error")[0])
-    again = campaign.launch(spec_of(campaign, run), takeover=True)
-    check_run(campaign, run, again)
+    check_run(campaign, run, campaign.launch(spec_of(campaign, run), takeover=True))
     assert {row.memory_step for row in campaign.rows(run, ClaimRow)} == {0, 23}
     assert repeated_rows(campaign, run) == 0
 

@@ -181,8 +181,7 @@ def test_lost_node_of_a_mesh(tokens: Arena, mesh: dict[str, int], waits: bool) -
     assert left.wait() == 0, left.stderr
     assert {row.world_size for row in tokens.lineage(run)} == ({4} if waits else {2, 4})
     assert audit_run(tokens.lakehouse, run).exact
-    ids = [row for step in tokens.journal(run).values() for row in step]
-    assert sorted(ids) == list(range(ROWS))
+    assert sorted(row for step in tokens.journal(run).values() for row in step) == list(range(ROWS))
 
 
 BY_PROCESS = """

@@ -103,9 +103,7 @@ def test_power_cut_keeps_invariants(recorded: Recorded, names: Names) -> None:
 @pytest.mark.soak
 def test_training_resumes_after_cut(recorded: Recorded) -> None:
     """A run that lost power after its first checkpoint trains to its end, and is exact."""
-    moments = range(recorded.disk.moments)
-    recorded.disk.cut(next(moment for moment in moments if recorded.acknowledged(moment)))
+    recorded.disk.cut(next(moment for moment in range(recorded.disk.moments) if recorded.acknowledged(moment)))
     recorded.train({**recorded.disk.environment, "LD_PRELOAD": ""})
-    report = audit_run(connect(recorded.spec.lakehouse), RUN)
-    assert report.exact
+    assert audit_run(connect(recorded.spec.lakehouse), RUN).exact
     assert restorable_rows(Ledger(connect(recorded.spec.lakehouse)).rows(RUN)).popitem()[1].step == STEPS

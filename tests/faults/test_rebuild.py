@@ -54,10 +54,8 @@ def test_killed_rebuild_is_repeated(arena: Arena, module: str, name: str, when: 
     before, uuid = rows_of(arena), Ledger(arena.lakehouse).table_uuid
     lose_catalog(arena)
     command = [sys.executable, "-c", _KILLED, module, name, when, str(arena.home)]
-    killed = subprocess.run(command, check=False, env=os.environ)
-    assert killed.returncode == -signal.SIGKILL
-    done = rebuild(arena)
-    assert not any(run.problem for run in done.runs)
+    assert subprocess.run(command, check=False, env=os.environ).returncode == -signal.SIGKILL
+    assert not any(run.problem for run in rebuild(arena).runs)
     assert rows_of(arena) == before
     assert Ledger(arena.lakehouse).table_uuid == uuid
     assert min(arena.train(spec)) == 81

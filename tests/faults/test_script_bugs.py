@@ -90,8 +90,7 @@ def test_repaired_script_trains_all_rows(arena: Arena) -> None:
     arena.table(appends=(300,))
     spec = arena.spec("r", "train_raising.py", world_size=1, passes=1, every_steps=2, bug="step", at=5)
     assert arena.launch(spec).wait() == SCRIPT_FAILED
-    mended = spec.model_copy(update={"params": {**spec.params, "bug": ""}})
-    arena.launched(mended)
+    arena.launched(spec.model_copy(update={"params": {**spec.params, "bug": ""}}))
     report = audit_run(arena.lakehouse, "r")
     assert (report.exact, report.problems) == (True, ())
     assert (report.rows_consumed, report.rows_quarantined) == (300, 0)
@@ -103,8 +102,7 @@ def test_raising_row_is_quarantined(arena: Arena) -> None:
     arena.table(appends=(300,))
     spec = arena.spec("r", "train_raising.py", world_size=1, passes=1, every_steps=2, bug="row", row=0)
     batches = arena.train(spec.model_copy(update={"run": "before"}))
-    row = batches[5][0]
-    launch = arena.launch(spec.model_copy(update={"params": {**spec.params, "row": str(row)}}))
+    launch = arena.launch(spec.model_copy(update={"params": {**spec.params, "row": str(batches[5][0])}}))
     assert launch.wait() == 0, launch.events
     assert len(launch.of("attempt")) == 4
     report = audit_run(arena.lakehouse, "r")

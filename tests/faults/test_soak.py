@@ -27,8 +27,7 @@ def test_every_fault_kind_is_healed(tmp_path: Path) -> None:
     out = tmp_path / "soak.json"
     output = run_module("benchmarks.soak", "--quick", "--out", str(out))
     campaign = json.loads(out.read_text())
-    struck = {fault["kind"] for fault in campaign["faults"]}
-    assert struck == KINDS.keys() - campaign["skipped"]
+    assert {fault["kind"] for fault in campaign["faults"]} == KINDS.keys() - campaign["skipped"]
     assert sum(fault["summary"]["quarantined"] for fault in campaign["faults"]) == 2, output
     assert not any(campaign["left"].values())
 

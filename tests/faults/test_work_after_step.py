@@ -23,7 +23,6 @@ def test_work_after_step_is_restored(arena: Arena, memory: str, copying: str, re
     arena.table(appends=(1000,))
     settings: dict[str, Any] = {"passes": 1, "every_steps": 10, "memory": memory, "memory_every_steps": 1, "dies_at": 0}
     for run, dies in (("undisturbed", {}), ("killed", {"dies_copying": copying} if copying else {"dies_at": 17})):
-        spec = arena.spec(run, "train_after_step.py", world_size=1, **{**settings, **dies})
-        launch = arena.launched(spec)
+        launch = arena.launched(arena.spec(run, "train_after_step.py", world_size=1, **{**settings, **dies}))
     assert [each["step"] for each in launch.of("attempt")] == [0, *resumed]
     assert entries(arena, "killed") == entries(arena, "undisturbed")

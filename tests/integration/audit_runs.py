@@ -133,8 +133,7 @@ class Workshop(Forgery):
         odd = pa.array([row_id % 2 == 1 for row_id in ids])
         made = pa.table({"row_id": pa.array(ids, pa.int64()), "odd": odd, "tokens": tokens})
         if not self.lakehouse.catalog.table_exists(name):
-            properties = {"write.parquet.row-group-limit": "25"}
-            self.lakehouse.catalog.create_table(name, made.schema, properties=properties)
+            self.lakehouse.catalog.create_table(name, made.schema, properties={"write.parquet.row-group-limit": "25"})
         self.lakehouse.load(name).append(made)
 
     def train(self, spec: dict[str, Any], *, until: int | None = None, skip: Sequence[int] = ()) -> None:

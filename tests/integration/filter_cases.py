@@ -251,10 +251,9 @@ def _applied(apply: Apply, value: Any) -> Any:
 
 def _absent(case: Case, spec: int, random: Random) -> set[str]:
     """Identity partition columns that the data file lacks, as files from Hive do."""
-    fields = case.hand.specs[spec].fields
     found = {
         leaf.path[0].name
-        for (leaf, _), part in zip(case.parts[spec], fields, strict=True)
+        for (leaf, _), part in zip(case.parts[spec], case.hand.specs[spec].fields, strict=True)
         if isinstance(part.transform, transforms.IdentityTransform) and len(leaf.path) == 1
     }
     return found if random.random() < 0.3 else set()

@@ -139,8 +139,7 @@ class HandTable:
         )
         path = self._path("equal.parquet")
         pq.write_table(rows.cast(arrow), path)
-        equality_ids = [one.field_id for one in fields]
-        more = {"record_count": len(rows), "equality_ids": equality_ids}
+        more = {"record_count": len(rows), "equality_ids": [one.field_id for one in fields]}
         file = self.file(path, DataFileContent.EQUALITY_DELETES, partition, **more)
         return self._put([file], spec, sequence, partition, columns=tuple(rows.column_names))
 
@@ -210,12 +209,11 @@ class HandTable:
         return str(self.root / f"{len(self.snapshots):03}-{name}")
 
     def _statistics(self, path: str, schema: Schema) -> dict[str, Any]:
-        found = data_file_statistics_from_parquet_metadata(
+        return data_file_statistics_from_parquet_metadata(
             parquet_metadata=pq.read_metadata(path),
             stats_columns=compute_statistics_plan(schema, self.properties),
             parquet_column_mapping=parquet_path_to_id_mapping(schema),
-        )
-        return found.to_serialized_dict()
+        ).to_serialized_dict()
 
     def file(self, path: str, content: DataFileContent, partition: tuple[Any, ...], **more: Any) -> DataFile:
         """Return a file's entry of a manifest."""

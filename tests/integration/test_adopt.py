@@ -267,8 +267,7 @@ def test_a_dcp_checkpoint_begins_a_run(arena: Arena, here: Command) -> None:
     with open_audit(arena.lakehouse) as connection:
         said = connection.execute("SELECT step, adopted FROM lineage WHERE adopted IS NOT NULL").fetchall()
     assert said == [(0, str(arena.home / "foreign"))]
-    shown = here("audit", "r", home=arena.home)
-    assert "unknown: adopted from" in shown.stdout
+    assert "unknown: adopted from" in here("audit", "r", home=arena.home).stdout
     assert arena.lakehouse.own("recoveries").scan().to_arrow().num_rows == 0
 
 

@@ -76,8 +76,7 @@ def evaluated(instance: dg.DagsterInstance, run: dg.DagsterRun, check: str, **an
 
 def ended_well(instance: dg.DagsterInstance, run: dg.DagsterRun) -> None:
     """The run succeeds."""
-    kind = dg.DagsterEventType.RUN_SUCCESS.value
-    instance.report_dagster_event(DagsterEvent(kind, run.job_name), run.run_id)
+    instance.report_dagster_event(DagsterEvent(dg.DagsterEventType.RUN_SUCCESS.value, run.job_name), run.run_id)
 
 
 def test_alerts_separate_recovery_from_human_work(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
@@ -86,9 +85,7 @@ def test_alerts_separate_recovery_from_human_work(arena: Arena, home: Path, inst
     spec = arena.spec("alerting", world_size=1)
     (home / FILE).write_text(f'[alerts]\ncommand = ["sh", "-c", "cat >> {home}/alerts; echo >> {home}/alerts"]\n')
     failures = dlac_alerts()[0]
-    died = dagster_run(instance, spec)
-    hopeless = dagster_run(instance, spec, tags={NO_RECOVERY_TAG: "Fenced"})
-    for run in (died, hopeless):
+    for run in (dagster_run(instance, spec), dagster_run(instance, spec, tags={NO_RECOVERY_TAG: "Fenced"})):
         event = instance.report_run_failed(run, message="it died")
         failures(dg.build_run_status_sensor_context(failures.name, event, instance, run))
     alerts = [Alert(**json.loads(line)) for line in (home / "alerts").read_text().splitlines()]
@@ -114,8 +111,7 @@ def test_failed_checks_of_our_runs_are_reported(arena: Arena, home: Path, instan
     well, badly = (watched(instance, name, pager) for name in ("check_alerts", "failed_run_check_alerts"))
     spec, warn = arena.spec("checked", world_size=1), dg.AssetCheckSeverity.WARN
     trained, died = dagster_run(instance, spec), dagster_run(instance, spec)
-    rehearses = defs.resolve_job_def("rehearse_job")
-    rehearsed = instance.create_run_for_job(rehearses, status=dg.DagsterRunStatus.STARTED)
+    rehearsed = instance.create_run_for_job(defs.resolve_job_def("rehearse_job"), status=dg.DagsterRunStatus.STARTED)
     evaluated(instance, trained, "no_missing_rows", passed=True)
     evaluated(instance, trained, "checkpoint_restorable", passed=False, severity=warn, description="away")
     evaluated(instance, trained, "consumption_exact", passed=False, description="3 contradictions")

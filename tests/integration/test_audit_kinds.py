@@ -81,9 +81,8 @@ def test_audit_counts_what_tensors_had(workshop: Workshop, audited: Callable[[st
 
 def test_consumed_and_touched_agree_with_the_tensors(workshop: Workshop, opened: Opened, run: str) -> None:
     """`consumed` and `touched` say of each row and checkpoint what was in the tensors up to there."""
-    connection = opened(run)
     answers = rows_of(
-        connection,
+        opened(run),
         "SELECT c.step, s.row_id, bool_or(consumed(s.file, s.file_row, c.checkpoint_id)) AS consumed, "
         "bool_or(touched('file://' || s.file, s.file_row, c.checkpoint_id)) AS touched "
         "FROM lineage AS c, source_rows AS s GROUP BY c.step, s.row_id",
@@ -165,8 +164,7 @@ def test_rows_excluded_unread_are_not_live(workshop: Workshop, opened: Opened) -
 
 def test_goodput_needs_head_rows_only(workshop: Workshop, opened: Opened, run: str) -> None:
     """The status asks it without advances, and gets the same."""
-    rows = Ledger(workshop.lakehouse).head_rows(run)
-    found = goodput_of_rows(rows, recoveries_of(workshop.lakehouse, run))
+    found = goodput_of_rows(Ledger(workshop.lakehouse).head_rows(run), recoveries_of(workshop.lakehouse, run))
     assert found is not None
     assert found["trained_s"]
     assert found == read_goodput(opened(run), run)

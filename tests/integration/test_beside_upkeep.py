@@ -36,14 +36,12 @@ def plan(arena: Arena) -> Plan:
     made = make_plan(arena.lakehouse, arena.spec(RUN).source)
     ledger = Ledger(arena.lakehouse)
     claim(ledger, RUN, nonce="n1", replaces=0)
-    leg = {"sources": [{"plan_id": made.row.plan_id}]}
     rows: list[LedgerRow] = [
         CheckpointRow(checkpoint_id="c1", step=1, leg=0),
-        LegRow(checkpoint_id="c1", leg=0, leg_json=json.dumps(leg)),
+        LegRow(checkpoint_id="c1", leg=0, leg_json=json.dumps({"sources": [{"plan_id": made.row.plan_id}]})),
         ExportRow(checkpoint_id="c1", digest="d"),
     ]
-    attempt = Attempt(run=RUN, number=1, nonce="n1")
-    commit_checkpoint(ledger, attempt, checkpoint_id="c1", parent=None, rows=rows)
+    commit_checkpoint(ledger, Attempt(run=RUN, number=1, nonce="n1"), checkpoint_id="c1", parent=None, rows=rows)
     return made
 
 

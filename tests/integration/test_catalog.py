@@ -66,7 +66,6 @@ def test_saved_queries_answer(tmp_path: Path, here: Command) -> None:
         lock_to_lakehouse(connection, lakehouse)
         for query in _QUERIES:
             check_reads_only(connection, query.read_text())
-            rows = connection.execute(query.read_text()).fetchall()
-            assert (rows == []) == (query.stem == "problems"), query.stem
+            assert (connection.execute(query.read_text()).fetchall() == []) == (query.stem == "problems"), query.stem
     problems = next(query for query in _QUERIES if query.stem == "problems")
     assert here("sql", f"@{problems}", "--json", home=home).stdout.strip() == "[]"

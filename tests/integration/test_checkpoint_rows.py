@@ -48,8 +48,7 @@ def test_skipped_steps_are_not_applied(arena: Arena, spec: JobSpec, monkeypatch:
     steps = iter(range(1, 17))
     monkeypatch.setattr(TorchState, "step_applied", lambda self: next(steps) not in (2, 3, 7))
     check_recorded(arena, arena.train(spec))
-    counts = [(row.applied_steps, row.skipped_steps) for row in arena.lineage("r1")]
-    assert counts == [(3, 2), (4, 1), (5, 0)]
+    assert [(row.applied_steps, row.skipped_steps) for row in arena.lineage("r1")] == [(3, 2), (4, 1), (5, 0)]
     skipped = [row for row in arena.rows("r1", AdvanceRow) if not row.applied]
     assert {(row.first_step, row.last_step) for row in skipped} == {(2, 2), (3, 3), (7, 7)}
     assert sum(row.rows_consumed for row in skipped) == 3 * 16
@@ -86,5 +85,4 @@ def test_racing_handles_lose_nothing(arena: Arena) -> None:
     for thread in threads:
         thread.join()
     for worker in range(4):
-        rows = arena.rows(f"run-{worker}")
-        assert [(row.seq, row.attempt) for row in rows] == [(n, n) for n in range(1, 6)]
+        assert [(row.seq, row.attempt) for row in arena.rows(f"run-{worker}")] == [(n, n) for n in range(1, 6)]

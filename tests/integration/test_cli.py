@@ -30,8 +30,7 @@ def test_run_works_from_command_line(arena: Arena, here: Command) -> None:
     arena.table(appends=(300, 300))
     spec = arena.home / "by-hand.json.yaml"
     spec.write_text(arena.spec("by-hand", world_size=1, passes=1).model_dump_json())
-    planned = json.loads(here("plan", str(spec), "--json", home=arena.home).stdout)
-    assert planned["live_rows"] == 600
+    assert json.loads(here("plan", str(spec), "--json", home=arena.home).stdout)["live_rows"] == 600
     trained = dlac("train", str(spec), home=arena.home)
     assert trained.returncode == 0, trained.stderr
     status = json.loads(here("status", "by-hand", "--json", home=arena.home).stdout)

@@ -132,8 +132,7 @@ def test_new_job_file_defers_recovery(arena: Arena, instance: dg.DagsterInstance
 def test_broken_job_file_is_not_recovered(arena: Arena, instance: dg.DagsterInstance) -> None:
     """A request that cannot be launched would be repeated at every tick."""
     arena.table(appends=(64,))
-    defs = project(arena, "broken")
-    dead = begun(instance, defs, model_key("broken"))
+    dead = begun(instance, project(arena, "broken"), model_key("broken"))
     (arena.home / "broken.yaml").write_text("run: broken")
     instance.report_run_failed(dead, message="it died")
     skipped = recovery_requested(instance, dead)
@@ -170,8 +169,7 @@ def test_innocent_run_is_recovered(arena: Arena, instance: dg.DagsterInstance) -
         event = DagsterEvent(kind, dead.job_name, step_key=f"models__{name}", event_specific_data=data)
         instance.report_dagster_event(event, dead.run_id)
     instance.add_run_tags(dead.run_id, {NO_RECOVERY_TAG: "ScriptFailed"})
-    ended = instance.report_run_failed(dead, message="it died")
-    [request] = tick(instance, defs, ended, dead.run_id)
+    [request] = tick(instance, defs, instance.report_run_failed(dead, message="it died"), dead.run_id)
     assert request.asset_selection == [model_key("innocent")]
 
 

@@ -34,8 +34,7 @@ def test_accelerate_loader_is_observed(datasets: Datasets) -> None:
     """A plain DataLoader that Accelerate prepared is one batch ahead; `observe` after each step keeps the position exact."""
     accelerator = accelerate.Accelerator(cpu=True)
     dataset = datasets.open()
-    loader = accelerator.prepare(DataLoader(dataset, batch_size=None))
-    for batch in islice(loader, 4):
+    for batch in islice(accelerator.prepare(DataLoader(dataset, batch_size=None)), 4):
         assert dataset.step == batch["dlac"]["step"] + 1
         dataset.observe(batch)
     assert dataset.step == 4

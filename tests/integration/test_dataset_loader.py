@@ -35,8 +35,7 @@ def test_position_is_last_returned_batch(datasets: Datasets) -> None:
         dataset = datasets.open("packed")
         loader = iter(DataLoader(dataset, batch_size=None, num_workers=workers))
         own = datasets.open("packed")
-        batches = [next(loader) for _ in range(4)]
-        dataset.observe(batches[2])
+        dataset.observe([next(loader) for _ in range(4)][2])
         assert dataset.step == 3
         assert seen(datasets.open("packed", state=dataset.state_dict())) == datasets.whole("packed")[3:]
         assert own.step == own.state_dict()["step"] == 0

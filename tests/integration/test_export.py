@@ -73,8 +73,7 @@ def test_the_file_has_the_weights_and_leads_back(arena: Arena) -> None:
 def test_what_cannot_be_exported_is_refused(arena: Arena) -> None:
     """Another part, a step without a checkpoint, and damaged files. Nothing is written or held, also after a killed export."""
     arena.table(appends=(640,))
-    spec = arena.trained("r", world_size=1, passes=1, until=15)
-    tiers, out = tiers_of(spec), arena.home / "weights"
+    tiers, out = tiers_of(arena.trained("r", world_size=1, passes=1, until=15)), arena.home / "weights"
     # as a killed export leaves it
     name_checkpoint(Ledger(arena.lakehouse), "r", f"export:{socket.gethostname()}:{out}")
     with pytest.raises(CheckpointError, match=r"named 'student' in the checkpoint, found \['model'\]"):

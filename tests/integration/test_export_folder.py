@@ -76,8 +76,7 @@ def test_pretrained_model_has_equal_logits(arena: Arena, here: Command, kind: st
     arguments = ("checkpoint", "export", "r", str(out), "--config", str(arena.home / "config"), "--json")
     done = here(*arguments, "--spec", str(arena.home / "r.yaml"), home=arena.home)
     assert done.returncode == 0, done.stderr
-    made = json.loads(done.stdout)
-    assert made["files"] == ["model.safetensors"]
+    assert json.loads(done.stdout)["files"] == ["model.safetensors"]
     expected = {"config.json", "model.safetensors", "tokenizer.json", "generation_config.json"}
     assert expected - {"generation_config.json"} <= set(os.listdir(out)) <= expected
     loaded, info = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
@@ -97,8 +96,7 @@ def test_large_model_has_an_index(arena: Arena) -> None:
     assert len(files) > 2
     assert sorted(made.files) == [*files, "model.safetensors.index.json"]
     assert max((out / name).stat().st_size for name in files) < 8000
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(out)
-    assert torch.equal(logits(loaded), logits(model))
+    assert torch.equal(logits(transformers.AutoModelForCausalLM.from_pretrained(out)), logits(model))
     for name in made.files:
         assert checkpoint_of_file(arena.lakehouse, out / name)["checkpoint_id"] == made.checkpoint_id, name
     assert len(arena.rows("r", ExportRow)) == len(made.files)

@@ -18,8 +18,7 @@ SEEDS = st.integers(0, 2**32)
 
 def selected(table: Table, row_filter: str, exclude: tuple[str, ...] = ()) -> set[tuple[str, int]]:
     """(file, position) of the live rows."""
-    snapshot = snapshot_of(table, None)
-    live = live_positions(row_groups_of(table, snapshot.snapshot_id, row_filter, exclude=exclude))
+    live = live_positions(row_groups_of(table, snapshot_of(table, None).snapshot_id, row_filter, exclude=exclude))
     return {(path, position) for path, positions in live.items() for position in positions}
 
 

@@ -169,8 +169,7 @@ def test_damaged_base_is_left_behind(arena: Arena, place: str) -> None:
     if place == "far":
         shutil.rmtree(arena.home / "near")
     train(arena, spec, 10)
-    quarantined = arena.rows("r1", QuarantinedCheckpointRow)
-    assert ["torch-frozen.pt" in row.reason for row in quarantined] == [True] * 3
+    assert ["torch-frozen.pt" in row.reason for row in arena.rows("r1", QuarantinedCheckpointRow)] == [True] * 3
     assert sum(f"{place}/r1/attempt-0002" in each and "frozen" in each for each in looks) == 1
     assert arena.lineage("r1")[-1].parent == arena.lineage("r1")[1].checkpoint_id
 

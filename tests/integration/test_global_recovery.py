@@ -115,8 +115,7 @@ def test_recovery_keeps_settings_and_priority(arena: Arena, home: Path, instance
     tags |= {OUTAGE_TAG: "CatalogUnreachable", "dlac/outage_since": str(long_ago)}
     tags |= {"dlac/head": "what it was then", "dlac/recoveries_in_a_row": "1"}
     for given, wanted in (({}, "1"), ({"dagster/priority": "7"}, "7")):
-        dead = dagster_run(instance, spec, DIED, tags={**tags, **given})
-        request = recovery_requested(instance, dead)
+        request = recovery_requested(instance, dagster_run(instance, spec, DIED, tags={**tags, **given}))
         assert isinstance(request, dg.RunRequest)
         assert (request.tags["team"], request.tags["dagster-k8s/config"]) == ("vision", "{}")
         assert request.tags["dagster/priority"] == wanted
@@ -144,16 +143,14 @@ def test_a_killed_run_leaves_its_pool(arena: Arena, home: Path, instance: dg.Dag
 def test_unwatched_time_is_no_silence(arena: Arena, home: Path, instance: dg.DagsterInstance) -> None:
     """Where Dagster's storage was away, no run could give a sign of life, and the first look comes before the first of them."""
     run = dagster_run(instance, arena.spec("listened-to"))
-    heart = Heartbeat(instance, run.run_id)
-    heart.close()
+    Heartbeat(instance, run.run_id).close()
     began, cursor = time.time(), None
 
     def status_after(looks: list[int]) -> dg.DagsterRunStatus:
         nonlocal cursor
         for passed_s in looks:
             arena.monkeypatch.setattr(time, "time", lambda passed_s=passed_s: began + passed_s)
-            context = dg.build_sensor_context(instance=instance, cursor=cursor)
-            cursor = lost_run_sensor.evaluate_tick(context).cursor
+            cursor = lost_run_sensor.evaluate_tick(dg.build_sensor_context(instance=instance, cursor=cursor)).cursor
         now = instance.get_run_by_id(run.run_id)
         assert now is not None
         return now.status

@@ -97,8 +97,7 @@ def test_not_a_number_equals_itself() -> None:
 
 def test_deletes_within_a_partition_leave_the_others_alone(tmp_path: Path) -> None:
     """Equality and positional deletes of a partition apply there. Deletes of an unpartitioned spec apply everywhere."""
-    everywhere = PartitionSpec(spec_id=1)
-    hand = HandTable(tmp_path / "t", [SCHEMA], specs=[BY_NAME, everywhere])
+    hand = HandTable(tmp_path / "t", [SCHEMA], specs=[BY_NAME, PartitionSpec(spec_id=1)])
     a = hand.append(rows([1, 2, 3], "a"), partition=("a",))
     b = hand.append(rows([1, 2, 3], "b"), partition=("b",))
     null = hand.append(rows([1, 2, 3]), partition=(None,))
@@ -155,8 +154,7 @@ def test_vector_outside_puffin_is_refused(vectored: HandTable, name: str) -> Non
     """A vector whose file is no Puffin file, or does not name it, is refused. Damage is named with the file."""
     contain, error, message = CONTAINERS[name]
     path = vectored.append(rows(range(8)))
-    puffin = Path(vectored.delete_vectors({path: [1, 2]}))
-    puffin.write_bytes(contain(vector_blob([1, 2])))
+    Path(vectored.delete_vectors({path: [1, 2]})).write_bytes(contain(vector_blob([1, 2])))
     with pytest.raises(error, match=message):
         row_groups_of(vectored.table, vectored.snapshot_id, "")
 
@@ -213,8 +211,7 @@ def test_equality_deletes_by_a_dropped_column_hold(tmp_path: Path) -> None:
     """A delete names field ids: it holds after its column was renamed, widened, dropped, and its name given away."""
     first = Schema(NestedField(1, "id", IntegerType(), required=False), NestedField(2, "a", StringType()), schema_id=0)
     hand = HandTable(tmp_path / "t", [first])
-    data = pa.table({"id": pa.array([1, 2, 3], pa.int32()), "a": ["x", "y", "z"]})
-    path = hand.append(data)
+    path = hand.append(pa.table({"id": pa.array([1, 2, 3], pa.int32()), "a": ["x", "y", "z"]}))
     hand.delete_equal(pa.table({"a": ["y"]}))
     renamed = Schema(NestedField(1, "key", LongType(), required=False), NestedField(3, "a", LongType()), schema_id=1)
     hand.schemas.append(renamed)

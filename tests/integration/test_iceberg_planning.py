@@ -57,8 +57,7 @@ def test_a_dropped_partition_column_leaves_its_files_readable(tmp_path: Path) ->
     hand.schemas.append(Schema(SCHEMA.fields[0], schema_id=1))
     hand.delete_equal(pa.table({"id": [2]}), spec=1)
     assert live_positions(row_groups_of(hand.table, hand.snapshot_id, "")) == oracle(hand.files)
-    live = live_positions(row_groups_of(hand.table, hand.snapshot_id, "id > 0"))
-    assert live == {english: [1, 3], german: [3]}
+    assert live_positions(row_groups_of(hand.table, hand.snapshot_id, "id > 0")) == {english: [1, 3], german: [3]}
 
 
 def test_path_partition_column_is_read(tmp_path: Path) -> None:
@@ -69,8 +68,7 @@ def test_path_partition_column_is_read(tmp_path: Path) -> None:
         hand.append(rows(3).select(["id"]), schema=bare, partition=(lang,), statistics=False) for lang in ("en", "de")
     )
     hand.delete_equal(pa.table({"id": [1], "lang": ["de"]}), spec=1)
-    live = live_positions(row_groups_of(hand.table, hand.snapshot_id, ""))
-    assert live == {english: [0, 1, 2], german: [0, 2]}
+    assert live_positions(row_groups_of(hand.table, hand.snapshot_id, "")) == {english: [0, 1, 2], german: [0, 2]}
 
 
 def test_file_out_of_table_is_named(arena: Arena, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

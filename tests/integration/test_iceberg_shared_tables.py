@@ -88,8 +88,7 @@ def test_live_rows_are_those_that_duckdb_finds(name: str, monkeypatch: pytest.Mo
     """The count of the table's README, DuckDB's anti joins, and one hash over all rows agree."""
     table, (_, _, count, rows) = opened(name, monkeypatch), CASES[name]
     live = oracle(written(table))
-    snapshot = snapshot_of(table, None)
-    assert live_positions(row_groups_of(table, snapshot.snapshot_id, "")) == live
+    assert live_positions(row_groups_of(table, snapshot_of(table, None).snapshot_id, "")) == live
     assert sum(map(len, live.values())) == count
     ours = live_rows(table)
     with duckdb.connect() as connection:

@@ -26,8 +26,7 @@ RUN = "r1"
 
 def claimed(ledger: Ledger, nonce: str = "n1", replaces: int = 0) -> Attempt:
     """The attempt that this claim makes."""
-    state = claim(ledger, RUN, nonce=nonce, replaces=replaces)
-    return Attempt(run=RUN, number=state.fence.attempt, nonce=nonce)
+    return Attempt(run=RUN, number=claim(ledger, RUN, nonce=nonce, replaces=replaces).fence.attempt, nonce=nonce)
 
 
 @pytest.fixture
@@ -55,8 +54,7 @@ def test_a_run_from_claim_to_finish(arena: Arena, ledger: Ledger) -> None:
     assert checkpoint(ledger, attempt, "a", None) == Fence(attempt=1, nonce="n1", seq=2, head="a")
     checkpoint(ledger, attempt, "b", "a")
     finish(ledger, attempt, step=20)
-    found = [(row.seq, row.kind, row.attempt, row.head_after) for row in ledger.rows(RUN)]
-    assert sorted(found) == [
+    assert sorted((row.seq, row.kind, row.attempt, row.head_after) for row in ledger.rows(RUN)) == [
         *((1, "claim", 1, None), (2, "advance", 1, "a"), (2, "checkpoint", 1, "a"), (3, "advance", 1, "b")),
         *((3, "checkpoint", 1, "b"), (4, "finish", 1, "b")),
     ]
@@ -140,8 +138,7 @@ def test_a_quarantine_steps_the_head_back_once(ledger: Ledger, attempt: Attempt)
     checkpoint(ledger, attempt, "a", None)
     checkpoint(ledger, attempt, "b", "a")
     for _ in range(2):
-        state = quarantine(ledger, attempt, damaged={"b": "a flipped bit"}, head_after="a")
-        assert state.fence.head == "a"
+        assert quarantine(ledger, attempt, damaged={"b": "a flipped bit"}, head_after="a").fence.head == "a"
     (row,) = ledger.rows(RUN, kinds=(QuarantinedCheckpointRow,))
     assert (row.checkpoint_id, row.reason) == ("b", "a flipped bit")
 
@@ -205,8 +202,7 @@ def test_expired_history_is_decided_again(arena: Arena) -> None:
 
 
 def _named(state: RunState, name: str) -> Append:
-    row = NameRow(name=name)
-    return Append(rows=[row], fence=replace(state.fence, seq=state.fence.seq + 1))
+    return Append(rows=[NameRow(name=name)], fence=replace(state.fence, seq=state.fence.seq + 1))
 
 
 def test_quarantined_checkpoint_is_not_restorable(ledger: Ledger, attempt: Attempt) -> None:

@@ -111,8 +111,7 @@ def test_new_leg_changes_settings(arena: Arena) -> None:
         arena.train(changed(arena.spec("r", **{**wider, "key_groups": 8})))
     second = arena.train(changed(arena.spec("r", **wider)), until=8)
     assert [len(ids) for ids in second.values()] == [32] * 4
-    without = {**wider, "exclude": ["row_id >= 250"]}
-    third = arena.train(changed(arena.spec("r", **without)))
+    third = arena.train(changed(arena.spec("r", **{**wider, "exclude": ["row_id >= 250"]})))
     read = Counter(flat({s: ids for s, ids in first.items() if s <= 3}))
     read += Counter(flat({s: ids for s, ids in second.items() if s <= 6}))
     assert max(flat(third)) < 250
@@ -219,8 +218,7 @@ def test_a_warehouse_that_is_away_is_not_damage(arena: Arena) -> None:
     launch_plan = make_plan(arena.lakehouse, spec.source)
     for path in paths:
         os.rename(path, path + ".away")
-    launch = arena.launch(spec, plan_ids=[launch_plan.row.plan_id])
-    assert launch.wait() == NoProgress.exit_code
+    assert arena.launch(spec, plan_ids=[launch_plan.row.plan_id]).wait() == NoProgress.exit_code
     assert not arena.rows("r", QuarantinedRowsRow)
     for path in paths:
         os.rename(path + ".away", path)

@@ -47,8 +47,7 @@ def train(
             if batch.step == poison:
                 with torch.no_grad():
                     model.weight[0, 1] = float("nan")
-            loss = losses.get(batch.step, 1.0)
-            run.step_done(loss, applied=applied if batch.step in losses else None)
+            run.step_done(losses.get(batch.step, 1.0), applied=applied if batch.step in losses else None)
     return run.step
 
 

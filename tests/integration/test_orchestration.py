@@ -53,8 +53,7 @@ def test_run_without_process_is_lost(arena: Arena, home: Path, instance: dg.Dags
 
 def look(instance: dg.DagsterInstance, cursor: str | None) -> tuple[str | None, str]:
     """Evaluate the sensor once. Return its new cursor and its messages."""
-    context = dg.build_sensor_context(instance=instance, cursor=cursor)
-    data = lost_run_sensor.evaluate_tick(context)
+    data = lost_run_sensor.evaluate_tick(dg.build_sensor_context(instance=instance, cursor=cursor))
     return data.cursor, data.skip_message or ""
 
 

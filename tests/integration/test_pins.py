@@ -68,8 +68,7 @@ def plan(lakehouse: Lakehouse, snapshot_id: int, plan_id: str, table: str = "src
 def ledger(lakehouse: Lakehouse, run: str, *rows: dict[str, Any]) -> None:
     """Append ledger rows of a run without the ledger. A dict under `detail` becomes JSON."""
     schema = schema_to_pyarrow(CONSUMPTION, include_field_ids=False)
-    first = len(run_rows(lakehouse, run)) + 1
-    made = [{"run": run, "seq": seq, **row} for seq, row in enumerate(rows, start=first)]
+    made = [{"run": run, "seq": seq, **row} for seq, row in enumerate(rows, start=len(run_rows(lakehouse, run)) + 1)]
     lakehouse.own("consumption").append(pa.Table.from_pylist(made, schema=schema))
 
 
@@ -176,8 +175,7 @@ def test_run_releases_unneeded_pins(lakehouse: Lakehouse) -> None:
 
 def test_claimed_pin_is_taken_again(lakehouse: Lakehouse, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another run's claim that lands between the check and the removal of the tag is found after the removal."""
-    snapshot = append(lakehouse)
-    plan(lakehouse, snapshot, P[0])
+    plan(lakehouse, append(lakehouse), P[0])
     ledger(lakehouse, "r", *leg(source(P[0])), {"kind": "retire", "checkpoint_id": "c0"})
     ledger(lakehouse, "r", *leg(source(), index=1, checkpoint_id="c1"))
     commit = GuardedSqlCatalog.commit_table
@@ -195,15 +193,13 @@ def test_claimed_pin_is_taken_again(lakehouse: Lakehouse, monkeypatch: pytest.Mo
 def test_what_a_pin_holds_back(lakehouse: Lakehouse) -> None:
     """Files and bytes are counted that only this pin reaches: neither a branch nor another tag."""
     first = append(lakehouse)
-    second = append(lakehouse)
-    for snapshot in (first, second):
+    for snapshot in (first, append(lakehouse)):
         pin(lakehouse, "src.t", snapshot)
     assert [(one.held_files, one.held_bytes) for one in list_pins(lakehouse, "src.t")] == [(0, 0), (0, 0)]
     table = lakehouse.load("src.t")
     sizes = {task.file.file_path: task.file.file_size_in_bytes for task in table.scan().plan_files()}
     table.delete("k > 0")
-    pins = list_pins(lakehouse, "src.t")
-    assert [one.held_files for one in pins] == [0, 1]
+    assert [one.held_files for one in list_pins(lakehouse, "src.t")] == [0, 1]
     remove_pin(lakehouse, "src.t", first)
     [left] = list_pins(lakehouse, "src.t")
     assert (left.held_files, left.held_bytes) == (2, sum(sizes.values()))

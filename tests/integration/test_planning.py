@@ -116,8 +116,7 @@ def test_a_column_of_lists_of_text_is_refused(arena: Arena) -> None:
 
 def test_a_pin_that_names_another_snapshot_is_noticed(arena: Arena) -> None:
     """A moved tag is never trusted, by a plan, a new pin or the removal of one. A plan without its tag is refused as well."""
-    table = arena.lakehouse.load("src.t")
-    first, second = (snapshot.snapshot_id for snapshot in table.snapshots())
+    first, second = (snapshot.snapshot_id for snapshot in arena.lakehouse.load("src.t").snapshots())
     plan = make_plan(arena.lakehouse, source(version=second))
     arena.lakehouse.load("src.t").manage_snapshots().create_tag(first, pin_tag(second)).commit()
     with pytest.raises(PinLost, match=str(first)):

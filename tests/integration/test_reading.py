@@ -64,8 +64,7 @@ def test_tensors_hold_the_rows_of_the_table(arena: Arena) -> None:
     for batch in batches:
         assert [batch[name].dtype for name in ("row_id", "x", "even")] == [torch.int64, torch.float32, torch.bool]
         assert batch.rows == int(batch.valid.sum())
-    seen = sorted(row for _, ids in global_batches([batches]) for row in ids)
-    assert seen == sorted(2 * list(range(137)))
+    assert sorted(row for _, ids in global_batches([batches]) for row in ids) == sorted(2 * list(range(137)))
 
 
 @pytest.mark.usefixtures("table")
@@ -123,8 +122,7 @@ def test_table_order_holds_few_slices(arena: Arena, monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(streams, "PORTION_BYTES", portion_bytes)
         order = ORDER.model_copy(update={"shuffle": False, "block_slices": 8})
         spec = arena.spec("r", columns=list(plan.columns)).model_copy(update={"order": order})
-        opened = open_leg(Plans(arena.lakehouse), first_leg(spec, [plan]), spec)
-        with closing(opened.reader()) as reader:
+        with closing(open_leg(Plans(arena.lakehouse), first_leg(spec, [plan]), spec).reader()) as reader:
             rows = 0
             for batch in reader:
                 rows += len(batch["row_id"])
@@ -139,8 +137,7 @@ def test_file_with_other_rows_is_named(arena: Arena) -> None:
     arena.table(appends=(200,), row_group_rows=50)
     spec = arena.spec("short", world_size=1, every_steps=1)
     arena.train(spec, until=3)
-    plan = make_plan(arena.lakehouse, spec.source)
-    path = plan.units.file_paths[0].removeprefix("file://")
+    path = make_plan(arena.lakehouse, spec.source).units.file_paths[0].removeprefix("file://")
     pq.write_table(pq.read_table(path), path, row_group_size=40)
     with pytest.raises(DataFileUnreadable, match="expected 50 rows in row group"):
         arena.train(spec)

@@ -201,6 +201,5 @@ def test_damaged_table_and_entry(trained: Arena) -> None:
     before = rows_of(trained)
     cut(local(data_file(trained.lakehouse.own("consumption"))), Path())
     cut(journal_of(trained) / "other" / "000000000002.parquet", Path())
-    done = rebuild(trained)
-    assert done.complete
+    assert rebuild(trained).complete
     assert rows_of(trained) == before

@@ -68,8 +68,7 @@ def test_partitioned_folder_is_trained_and_followed(arena: Arena, tmp_path: Path
     assert sorted(row for rows in trained.values() for row in rows) == [*range(ROWS), *range(2 * ROWS, 3 * ROWS)]
     write(pages, "day=2/lang=en/b.parquet", 500)
     assert register(arena.lakehouse, "docs.pages", str(pages)).added_files == 1
-    followed = arena.train(spec)
-    assert sorted(row for rows in followed.values() for row in rows) == list(range(500, 500 + ROWS))
+    assert sorted(row for rows in arena.train(spec).values() for row in rows) == list(range(500, 500 + ROWS))
     assert audit_run(arena.lakehouse, "pages").exact
     run_upkeep(arena.lakehouse, keep=1)
     assert sum(1 for _ in pages.rglob("*.parquet")) == 6

@@ -66,16 +66,14 @@ def test_run_resumes_from_store_alone(arena: Arena, store: ObjectStore) -> None:
 @pytest.mark.slow
 def test_damage_in_the_bucket_is_found(arena: Arena, store: ObjectStore, here: Command) -> None:
     """An object that was altered, and one that is gone, are named with their addresses, on the command line too."""
-    spec = remote(arena, store)
-    arena.train(spec, until=13)
+    arena.train(remote(arena, store), until=13)
     selector = pafs.FileSelector("lake/checkpoints/r1", recursive=True)
     paths = [info.path for info in store.files.get_file_info(selector) if info.base_name == "torch-state.pt"]
     first, second = sorted(paths)
     with store.files.open_output_stream(first) as stream:
         stream.write(b"something else")
     store.files.delete_file(second)
-    path = arena.home / "r1.yaml"
-    done = here("checkpoint", "verify", "r1", "--spec", str(path), home=arena.home)
+    done = here("checkpoint", "verify", "r1", "--spec", str(arena.home / "r1.yaml"), home=arena.home)
     assert done.returncode == 1
     assert f"bytes in 's3://{first}', found 14" in done.stdout
     assert f"'s3://{second}' of a committed checkpoint, found none" in done.stdout
@@ -189,8 +187,7 @@ def test_run_resumes_on_rest_catalog(served: Arena, server: SeaweedFS) -> None:
     assert repeated == {21, 22, 23, 24}
     assert all(before[step] == after[step] for step in repeated)
     assert audit_run(served.lakehouse, "rested").exact
-    done = {each.table: each for each in run_upkeep(served.lakehouse, keep=1)}
-    assert done["consumption"].expired_snapshots > 0
+    assert {each.table: each for each in run_upkeep(served.lakehouse, keep=1)}["consumption"].expired_snapshots > 0
     assert audit_run(served.lakehouse, "rested").exact
 
 

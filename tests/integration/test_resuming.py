@@ -39,8 +39,7 @@ def newest(arena: Arena, back: int = 0) -> CheckpointRow:
 
 def files(row: CheckpointRow) -> list[Path]:
     """The files of a checkpoint, largest first, without its manifest."""
-    folder = folder_of(row.manifest_uri)
-    found = [path for path in folder.iterdir() if path.name != "manifest.json"]
+    found = [path for path in folder_of(row.manifest_uri).iterdir() if path.name != "manifest.json"]
     return sorted(found, key=lambda path: -path.stat().st_size)
 
 
@@ -159,8 +158,7 @@ def test_early_recovery_keeps_plan(arena: Arena) -> None:
     spec = arena.spec("early", world_size=1)
     first = start_attempt(Plans(arena.lakehouse), spec, ClaimRequest())
     arena.lakehouse.load("src.t").append(source_rows(200, 100))
-    second = start_attempt(Plans(arena.lakehouse), spec, ClaimRequest(replaces=first.attempt))
-    assert second.leg == first.leg
+    assert start_attempt(Plans(arena.lakehouse), spec, ClaimRequest(replaces=first.attempt)).leg == first.leg
     afresh = start_attempt(Plans(arena.lakehouse), spec, ClaimRequest())
     assert json.loads(afresh.leg)["sources"] != json.loads(first.leg)["sources"]
 
@@ -213,8 +211,7 @@ def test_other_source_count_is_refused_early(arena: Arena, spec: JobSpec) -> Non
     """Also where a new leg is allowed: it changes weights and exclusions, not which sources there are."""
     arena.train(spec, until=8)
     source = spec.source.model_copy(update={"name": "more"})
-    launch = spec.launch.model_copy(update={"new_leg": True})
-    two = spec.model_copy(update={"mixture": [source], "launch": launch})
+    two = spec.model_copy(update={"mixture": [source], "launch": spec.launch.model_copy(update={"new_leg": True})})
     with pytest.raises(errors.ResumeMismatch, match=r"expected 1 sources, as leg 0 of run 'r1' binds, found 2"):
         start_attempt(Plans(arena.lakehouse), two, ClaimRequest(nonce="n"))
     with pytest.raises(errors.ResumeMismatch, match="found 2 in the job spec"):

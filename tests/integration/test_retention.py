@@ -169,8 +169,7 @@ def test_named_checkpoint_is_kept(arena: Arena) -> None:
     ledger = Ledger(arena.lakehouse)
     arena.train(spec, until=15)
     name_checkpoint(ledger, "r", "release-1")
-    path = arena.home / "r.yaml"
-    with training_run(path) as run:
+    with training_run(arena.home / "r.yaml") as run:
         run.restore(TorchState(model=torch.nn.Linear(4, 1)))
         for batch in run.batches():
             run.step_done(0.0)

@@ -101,11 +101,10 @@ def test_values_of_each_type_are_found(arena: Arena) -> None:
         assert found("2024-01-31") == []
         name = "s"
         assert (found("NULL", "2147483647"), found("NULL", "-5")) == ([(1,)], [])
-        nulls = connection.execute(
+        assert connection.execute(
             "SELECT DISTINCT k.row FROM row_keys AS k JOIN keyed_files AS f USING (file) "
             "WHERE k.key IN (row_key(f.salt, f.identity, [NULL]), row_key(f.salt, f.identity, [NULL, NULL]))"
-        )
-        assert nulls.fetchall() == [(2,)]
+        ).fetchall() == [(2,)]
 
 
 @pytest.mark.slow
@@ -150,8 +149,7 @@ def test_files_are_keyed_once(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> 
 def test_killed_planner_leaves_usable_keys(arena: Arena) -> None:
     """A planner that is killed between the keys and its plan leaves keys that the next one does not write again."""
     arena.table(appends=(50,))
-    command = [sys.executable, "-c", _KILLED, str(arena.home), keyed("row_id").model_dump_json()]
-    with Forked(command) as planner:
+    with Forked([sys.executable, "-c", _KILLED, str(arena.home), keyed("row_id").model_dump_json()]) as planner:
         assert planner.wait() == -9
     assert (len(stored(arena.lakehouse)), arena.lakehouse.read_own("plans").num_rows) == (50, 0)
     make_plan(arena.lakehouse, keyed("row_id"))
@@ -182,8 +180,7 @@ def test_older_plans_are_keyed_later(arena: Arena) -> None:
     table.overwrite(table.scan().to_arrow())
     Path(lost.removeprefix("file://")).unlink()
     make_plan(arena.lakehouse, keyed("row_id"))
-    rows = stored(arena.lakehouse)
-    assert len(rows) == 90 + 60
+    assert len(stored(arena.lakehouse)) == 90 + 60
     notes = who_has_seen(arena.lakehouse, ["1000"])["notes"]
     assert notes[0] == "no checkpoint has seen it: the key is in no keyed data file, or was erased"
     assert notes[1].startswith("unknown for 1 data file of src.t without keys")

@@ -71,11 +71,10 @@ def test_seen_by_equals_tensors(shop: KeyedWorkshop, kind: str) -> None:
         if kind == "packed":
             seen, tokens = shop.seen_until(kind, max(steps)), Counter(row_id for row_id, _, whole, *_ in found if whole)
             assert {row_id for row_id in seen if seen[row_id] == tokens_of(row_id)} == tokens.keys()
-        head = steps[max(steps)]
         keys = connection.execute(
             "SELECT DISTINCT row_id FROM keys_seen(?) AS k JOIN source_rows AS s ON s.file = bare_path(k.file_path) AND "
             "s.file_row = k.row",
-            [head],
+            [steps[max(steps)]],
         )
         assert {row_id for (row_id,) in keys.fetchall()} == {row_id for row_id, _ in wanted}
 

@@ -121,8 +121,7 @@ def test_with_both_copies_damaged_the_parent_is_resumed(arena: Arena, spec: JobS
 
 def test_retired_checkpoints_leave_both_places(arena: Arena, spec: JobSpec) -> None:
     """A checkpoint that is retired in the store has no copy here either, however many may be kept."""
-    kept = spec.model_copy(update={"checkpoint": spec.checkpoint.model_copy(update={"keep_last": 1})})
-    arena.train(kept)
+    arena.train(spec.model_copy(update={"checkpoint": spec.checkpoint.model_copy(update={"keep_last": 1})}))
     both = [arena.home / "far", arena.home / "near"]
     wait_until(lambda: [steps(each) for each in both] == [[15], [15]], what="the removal of the retired")
 

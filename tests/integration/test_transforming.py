@@ -62,8 +62,7 @@ def test_rows_are_dropped_multiplied_and_quarantined(arena: Arena, script: str) 
     advances = arena.rows("r", AdvanceRow)
     assert sum(row.rows_consumed for row in advances) == 2 * 98
     assert sum(len(row.filtered) for row in advances) == 2 * 50
-    rejected = [reason for row in advances for reason in row.quarantine_reasons]
-    assert rejected == ["ValueError: unlucky"] * 4
+    assert [reason for row in advances for reason in row.quarantine_reasons] == ["ValueError: unlucky"] * 4
     report = audit_run(arena.lakehouse, "r")
     assert report.exact, report.problems
     assert (report.rows_consumed, report.rows_quarantined) == (196, 4)

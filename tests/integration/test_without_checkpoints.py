@@ -28,8 +28,7 @@ def test_run_of_damaged_checkpoints_fails_check(arena: Arena) -> None:
     arena.table()
     spec = arena.trained("broken", world_size=1, until=15)
     ledger, (only,) = Ledger(arena.lakehouse), arena.lineage(spec.run)
-    owner = claim(ledger, spec.run, nonce="n", replaces=1).fence
-    attempt = Attempt(run=spec.run, number=owner.attempt, nonce="n")
+    attempt = Attempt(run=spec.run, number=claim(ledger, spec.run, nonce="n", replaces=1).fence.attempt, nonce="n")
     quarantine(ledger, attempt, damaged={only.checkpoint_id: "a flipped bit"}, head_after=None)
     with pytest.raises(NoRestorableCheckpoint, match="all damaged or abandoned"):
         verify_head(arena.lakehouse, spec.run, None)

@@ -31,8 +31,7 @@ _LAST_STEP = 33
 
 def launched_spec(arena: Arena) -> JobSpec:
     """Return the job spec of the run with two ranks, whose script is in the lakehouse's folder."""
-    script = str(arena.home / "train.py")
-    return arena.spec("launched", script=script, every_steps=5, passes=4, pause_s=0.1)
+    return arena.spec("launched", script=str(arena.home / "train.py"), every_steps=5, passes=4, pause_s=0.1)
 
 
 def specs(home: Path) -> dict[str, dict[str, Any]]:
@@ -77,14 +76,13 @@ def _train_launched(arena: Arena) -> None:
     launch.wait()
     job = arena.home / "launched.yaml"
     job.write_text(yaml.safe_dump(spec.model_dump()))
-    commands = (
+    for command in (
         ("checkpoint", "tag", "launched", "first", "--step", "5"),
         ("checkpoint", "export", "launched", str(arena.home / "weights.safetensors"), "--step", "10"),
         ("fork", "launched", "--as", "forked", "--spec", str(job), "--step", "10"),
         ("rewind", "launched", "--to-step", "15", "--exclude", "row_id >= 390", "--why", "wrong rows"),
         ("checkpoint", "verify", "launched"),
-    )
-    for command in commands:
+    ):
         done = dlac(*command, home=arena.home)
         if done.returncode != 0:
             raise SystemExit(f"dlac {' '.join(command)}: {done.stderr}")

@@ -42,8 +42,7 @@ def test_loss_is_read_late(results: Any) -> None:
     losses = results["losses"]
     assert losses["beats"] == [[2, 1, [1.0]], [4, 2, [2.0]]]
     assert losses["flushed"] == [[6, [3.0, 4.0, 5.0, 6.0]]]
-    waits = [step for step, log in enumerate(losses["read_at"], start=1) if "waited for an event" in log]
-    assert waits == [1, 3]
+    assert [step for step, log in enumerate(losses["read_at"], start=1) if "waited for an event" in log] == [1, 3]
     assert all("copied to cpu on default" in log for log in losses["read_at"])
     assert not any("waited for a number" in log for log in losses["read_at"])
     assert ["waited for a number" in log for log in results["waiting"]] == [True, True, False, False]

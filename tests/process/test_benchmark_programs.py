@@ -19,8 +19,7 @@ def test_result_is_kept_if_program_prints_figures(tmp_path: Path) -> None:
     file = tmp_path / "one.json"
     figures = {"median_s": {"value": 3, "unit": "s", "bar": "<= 1", "holds": False}}
     program = f"print({json.dumps(json.dumps({'benchmark': 'one', 'figures': figures}))}); raise SystemExit(1)"
-    command = [sys.executable, "-c", program]
-    assert record(command, file, program="one") == 1
+    assert record([sys.executable, "-c", program], file, program="one") == 1
     kept = json.loads(file.read_text())
     assert (kept["program"], kept["figures"]) == ("one", figures)
     assert {"day", "commit", "machine", "load", "minutes"} <= kept.keys()

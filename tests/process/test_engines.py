@@ -110,8 +110,7 @@ def test_code_in_deepspeed_file_is_refused(tmp_path: Path, engine: str, world_si
     """A file with code that DeepSpeed's loading or conversion would run is named, and its code is not run."""
     saved = save(tmp_path, 2, engine=engine)
     path = saved.folder / "deepspeed" / "mp_rank_00_model_states.pt"
-    state = torch.load(path, weights_only=True)
-    torch.save({**state, "extra": Touch(tmp_path / "was-run")}, path)
+    torch.save({**torch.load(path, weights_only=True), "extra": Touch(tmp_path / "was-run")}, path)
     refused = saved.load(world_size)
     assert all("CheckpointUnsafe" in stderr for stderr in refused.stderr), refused.stderr
     assert not (tmp_path / "was-run").exists()

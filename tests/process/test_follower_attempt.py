@@ -100,12 +100,10 @@ def test_follower_notices_lost_leader(slow_imports: Launch) -> None:
     with rounds(2, timeout_s=5) as (leader, led):
         leader.publish({})
         leader.announce(RESUME, json.loads(POINT.to_json()))
-        attempt = slow_imports.attempts.follow(led, 0)
-        with run_on_thread(attempt.run) as verdict:
+        with run_on_thread(slow_imports.attempts.follow(led, 0).run) as verdict:
             wait_until(lambda: _has_resume_point(slow_imports.spec), what="the resume point")
             silence(leader)
-            found = verdict()
-            assert "which led" in found.restart.cause
+            assert "which led" in verdict().restart.cause
 
 
 @pytest.mark.parametrize("leads", [True, False])

@@ -337,8 +337,7 @@ def test_everything_ends_with_supervisor(tmp_path: Path, start: str) -> None:
     """A suspended rank, its processes and the fork server end with their supervisor, whose script the ranks do not run."""
     spec = spec_of(tmp_path, PARENT, start=start)
     (tmp_path / "supervisor.py").write_text(SUPERVISOR)
-    command = [sys.executable, str(tmp_path / "supervisor.py"), spec.model_dump_json(), str(tmp_path)]
-    supervisor = Forked(command)
+    supervisor = Forked([sys.executable, str(tmp_path / "supervisor.py"), spec.model_dump_json(), str(tmp_path)])
     file = tmp_path / "child"
     wait_until(lambda: file.exists() and bool(file.read_text()), what="the rank's child")
     child, rank = int(file.read_text()), int(pid_file(tmp_path, 0).read_text())

@@ -112,8 +112,7 @@ def test_largest_dividing_world_size() -> None:
     split = assign_ranks(odd, ids, leader=1, stay=[], batch_size=8, most_nodes=2, mesh=MeshSpec(tp=2))
     assert [member.ranks for member in split] == [2, 2]
     assert not assign_ranks(odd, ids, leader=1, stay=[], batch_size=8, most_nodes=2, mesh=MeshSpec(tp=4))
-    large = {**offers, 4: offer("d", ranks=8)}
-    largest = assign_ranks(large, ids, leader=1, stay=[2], batch_size=24, most_nodes=3)
+    largest = assign_ranks({**offers, 4: offer("d", ranks=8)}, ids, leader=1, stay=[2], batch_size=24, most_nodes=3)
     assert [(member.slot, member.id) for member in largest] == [(1, "a"), (2, "b"), (4, "d")]
     plan = RoundPlan.form(members, number=3, port=5)
     assert RoundPlan.of(asdict(plan)) == plan
@@ -170,8 +169,7 @@ def test_survivor_leads_next_round(start: Callable[..., NodeHeartbeat]) -> None:
     wait_until(lambda: survivor.round.is_lost(lost.slot), what="the loss")
     survivor.round.end()
     survivor.seek(offer("b", attempt=1))
-    plan = plan_of(survivor)
-    assert ([member.slot for member in plan.members], survivor.leads) == ([survivor.slot], True)
+    assert ([member.slot for member in plan_of(survivor).members], survivor.leads) == ([survivor.slot], True)
 
 
 def test_members_read_own_part(start: Callable[..., NodeHeartbeat], store: TCPStore) -> None:
@@ -197,8 +195,7 @@ def test_members_read_own_part(start: Callable[..., NodeHeartbeat], store: TCPSt
 
 def test_departure_needs_no_timeout(start: Callable[..., NodeHeartbeat]) -> None:
     """A leader that exits gives its lease back, and the loss of a node that exits is known at once."""
-    settings = launch("1:3", timeout_s=3600)
-    leader, *rest = meet(start, settings, 3)
+    leader, *rest = meet(start, launch("1:3", timeout_s=3600), 3)
     rest[0].close(leaves=True)
     wait_until(lambda: leader.round.is_lost(rest[0].slot), what="the departure")
     leader.close(leaves=True)
@@ -330,8 +327,7 @@ def test_lost_store_cuts_nodes_off() -> None:
 @pytest.mark.slow
 def test_excluded_node_is_cut_off(start: Callable[..., NodeHeartbeat]) -> None:
     """A node that is not in its peers' new round stops training."""
-    settings = launch("1:2", timeout_s=3)
-    leader, other = meet(start, settings)
+    leader, other = meet(start, launch("1:2", timeout_s=3))
     round_ = round_of(other)
     with other.connection.lock:  # stops its thread, as in a suspended process
         wait_until(lambda: leader.round.is_lost(other.slot), what="the loss")

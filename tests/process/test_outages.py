@@ -23,8 +23,7 @@ def spec_without_catalog(folder: Path) -> JobSpec:
     """Return a job whose catalog is unavailable: a file is in the place of its folder."""
     (folder / "file").touch()
     unavailable = LakehouseConfig(uri=f"sqlite:///{folder}/file/catalog.db", warehouse=f"file://{folder}/warehouse")
-    spec = small_spec(launch={"script": str(PROGRAM)}, lakehouse=unavailable.model_dump())
-    return spec.resolved(folder / "home")
+    return small_spec(launch={"script": str(PROGRAM)}, lakehouse=unavailable.model_dump()).resolved(folder / "home")
 
 
 def test_manual_start_reports_outage_at_once(tmp_path: Path) -> None:

@@ -44,8 +44,7 @@ def supervisor(arena: Arena, script: str, ending: str = "") -> Supervisor:
     """Return the supervisor of a run of one rank and 20 steps, with a checkpoint at every tenth."""
     path = arena.home / "script.py"
     path.write_text(script)
-    spec = arena.spec("r", world_size=1, passes=1, script=str(path), ending=ending)
-    return Supervisor(Request(spec=spec))
+    return Supervisor(Request(spec=arena.spec("r", world_size=1, passes=1, script=str(path), ending=ending)))
 
 
 def test_script_may_end_between_steps(arena: Arena) -> None:

@@ -34,8 +34,7 @@ def launch(world: World, leader: Node, team: list[Node], start: Start) -> Proces
     world.advance(team)
     try:
         reading = yield from world.ledger.look(leader)
-        new_leg = world.happens(world.conditions.new_leg)
-        leg = reading.legs + 1 if new_leg else reading.leg
+        leg = reading.legs + 1 if world.happens(world.conditions.new_leg) else reading.leg
         replaced = reading.fence.attempt
         if world.happens(world.conditions.pause):
             yield world.between(5.0, 40.0)

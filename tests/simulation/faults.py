@@ -177,8 +177,7 @@ class Faults:
         """Launch the run although it may train, as a second `train` or a resumed supervisor does."""
         node = self._any_node()
         self._strike("second launch", node)
-        team = self._world.reached_from(node)
-        self._world.scheduler.spawn(launch(self._world, node, team, self._start), node.life)
+        self._world.scheduler.spawn(launch(self._world, node, self._world.reached_from(node), self._start), node.life)
 
     def _rehearse(self) -> None:
         """Leave the copy of a rehearsal in memory, which trains in a sandbox and has no claim."""

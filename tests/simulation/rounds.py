@@ -62,8 +62,7 @@ class Attempt:
     def _stage(self, node: Node, index: int, state: State) -> Process[None]:
         """Copy one rank's part, and let the agent of its node send it to a buddy."""
         fence, world = self._claim.fence, self._world
-        stamp = Stamp(state.step, fence.attempt, 0, fence.nonce, self._claim.leg, len(self._ranks))
-        part = Part(stamp, index, state)
+        part = Part(Stamp(state.step, fence.attempt, 0, fence.nonce, self._claim.leg, len(self._ranks)), index, state)
         yield from world.copy(node, part, self._whole_step)
         world.scheduler.spawn(self._send(node, part, self._whole_step), node.life)
 

@@ -259,11 +259,10 @@ class Groups:
     def _commit_if_due(self, group: Group, view: View) -> None:
         """Let the first member of a quorum commit a checkpoint."""
         state, world = group.state, self._world
-        if state is not None and not group.commits:
-            due = min(group.head.state.step + world.conditions.interval, values.LAST_STEP)
-            if state.step >= due:
-                group.commits = True
-                world.scheduler.spawn(self._checkpoint(group, view, state), group.life)
+        due = min(group.head.state.step + world.conditions.interval, values.LAST_STEP)
+        if state is not None and not group.commits and state.step >= due:
+            group.commits = True
+            world.scheduler.spawn(self._checkpoint(group, view, state), group.life)
 
     def _checkpoint(self, group: Group, view: View, state: values.State) -> Process[None]:
         world, fence = self._world, view.claim.fence

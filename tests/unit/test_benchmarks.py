@@ -21,6 +21,5 @@ def test_all_valid_pairs_are_covered() -> None:
 def test_every_kind_is_chosen() -> None:
     """As many faults as kinds have one of each kind, and each kind has a function that causes it."""
     assert STRIKES.keys() == KINDS.keys()
-    chosen = choose(7, len(KINDS), runs=2)
-    assert Counter(choice.kind for choice in chosen) == dict.fromkeys(KINDS, 1)
+    assert Counter(choice.kind for choice in choose(7, len(KINDS), runs=2)) == dict.fromkeys(KINDS, 1)
     assert "store full" not in {choice.kind for choice in choose(7, 200, runs=2, without=["store full"])}

@@ -292,8 +292,7 @@ def test_state_has_versions_of_modules(
 
 def test_group_of_missing_optimizer_is_refused(tmp_path: Path) -> None:
     """The parameters of an optimizer that the script makes later get no other optimizer."""
-    first = Trained("", two_thawing, seed=1)
-    first.engine("dcp").save(tmp_path, Direct().write)
+    Trained("", two_thawing, seed=1).engine("dcp").save(tmp_path, Direct().write)
     again = Trained("", lambda net: two_thawing(net)[:1], seed=1)
     with pytest.raises(ResumeMismatch, match=r"found none with \['head\.bias', 'head\.weight'\]"):
         again.engine("dcp").load(tmp_path, saved_world_size=1)

@@ -66,8 +66,7 @@ def test_interval_names_its_bound(changes: dict[str, Any], cost: Cost | None, in
     """The interval is the optimum, unless the recovery point, the overhead or the duration of a checkpoint bounds it."""
     failed_after_s = changes.get("failed_after_s", 0.0)
     given = {name: each for name, each in changes.items() if name != "failed_after_s"}
-    failures = Failures(count=int(failed_after_s > 0), trained_s=failed_after_s)
-    choice = choose_interval(cost, failures, limits(**given))
+    choice = choose_interval(cost, Failures(count=int(failed_after_s > 0), trained_s=failed_after_s), limits(**given))
     assert choice.interval_s == pytest.approx(interval_s, rel=0.005)
     assert why in choice.reason
 

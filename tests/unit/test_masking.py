@@ -59,13 +59,12 @@ def test_harmless_names_stay(name: str) -> None:
 @given(st.sampled_from(NAMES), USABLE, st.sampled_from(["", "more text", "&b=2", "#x", "' in y", ", and"]))
 def test_named_secrets_are_masked(name: str, secret: str, tail: str) -> None:
     """Secrets in queries, quotes, JSON, variables and options are masked."""
-    forms = [
+    for form in [
         *(f"https://h/x?a=1&{name}={secret}{tail}", f"s3://b/x?{name}={secret}{tail}", f"?{name}={secret}{tail}"),
         *(f"found '{name}': '{secret}'{tail}", f"{name}={secret} {tail}", f"{name} = '{secret}' {tail}"),
         *(json.dumps({name: secret}), json.dumps(json.dumps({name: secret})), repr({name: secret})),
         *(f"--{name} {secret} {tail}", f"--{name}={secret} {tail}"),
-    ]
-    for form in forms:
+    ]:
         shown = mask_secrets(form)
         assert secret not in shown, form
         assert mask_secrets(shown) == shown

@@ -61,8 +61,7 @@ def test_state_is_taken_twice() -> None:
     claim = ClaimRow(seq=4, attempt=3, nonce="c", memory_of=2, memory_step=13, memory_at=5.0)
     assert taken(STATE, [*_ROWS, claim], _HEAD, replaced=3)
     assert not taken(replace(STATE, step=14, saved_at=6.0), [*_ROWS, claim], _HEAD, replaced=3)
-    again = replace(claim, seq=5, attempt=4, nonce="d")
-    assert not taken(STATE, [*_ROWS, claim, again], _HEAD, replaced=4)
+    assert not taken(STATE, [*_ROWS, claim, replace(claim, seq=5, attempt=4, nonce="d")], _HEAD, replaced=4)
 
 
 def test_only_death_in_load_counts(tmp_path: Path) -> None:

@@ -28,8 +28,7 @@ def _check(file: MemoryFile, path: Path, state: dict[str, torch.Tensor]) -> None
 
 def _mapping(path: Path) -> str:
     """Return the addresses at which the file is mapped, or an empty string."""
-    lines = _MAPS.read_text().splitlines()
-    return next((line.partition(" ")[0] for line in lines if line.endswith(str(path))), "")
+    return next((line.partition(" ")[0] for line in _MAPS.read_text().splitlines() if line.endswith(str(path))), "")
 
 
 def test_states_of_any_size_follow_each_other(path: Path) -> None:

@@ -46,8 +46,7 @@ def test_several_rows_and_columns() -> None:
     one, two = (ice.NestedField(n, name, ice.LongType(), required=False) for n, name in ((1, "in"), (2, "b")))
     assert filter_of_rows([one], [(1,), (2,), (None,), (1,)]) == '"in" IN (1, 2) OR "in" IS NULL'
     assert filter_of_rows([one, two], [(1, 2), (3, None)]) == '("in" = 1 AND b = 2) OR ("in" = 3 AND b IS NULL)'
-    many = filter_of_rows([one, two], [(row, row) for row in range(2_000)])
-    parse_filter(many, Schema(one, two))
+    parse_filter(filter_of_rows([one, two], [(row, row) for row in range(2_000)]), Schema(one, two))
 
 
 @given(

@@ -62,8 +62,7 @@ class Line:
         for key, rows in self.blocks.items():
             if key >= start[:2]:
                 begin = start.position if key == start[:2] else 0
-                keep = [i for i, row in enumerate(rows) if row.position >= begin]
-                yield *key, self._content(key, keep)
+                yield *key, self._content(key, [i for i, row in enumerate(rows) if row.position >= begin])
 
     def _content(self, key: tuple[int, int], keep: list[int]) -> Documents:
         rows, tokens = self.blocks[key], self.tokens_of(key)
@@ -132,8 +131,7 @@ def check_advances(line: Line, taken: Sequence[Taken]) -> None:
     for each in taken:
         for advance in each.advances:
             key = (advance.pass_index, advance.block)
-            begins = Cursor(*key, advance.position_start, advance.token_start or 0)
-            assert begins == at.get(key, Cursor(*key))
+            assert Cursor(*key, advance.position_start, advance.token_start or 0) == at.get(key, Cursor(*key))
             at[key] = advance.cursor
         if each.advances:
             assert each.cursor == each.advances[-1].cursor
@@ -143,8 +141,7 @@ def check_advances(line: Line, taken: Sequence[Taken]) -> None:
             for row in line.blocks[advance.pass_index, advance.block]
             if advance.position_start <= row.position < advance.position_end
         ]
-        consumed = [row for row in passed if row.tokens]
-        assert advance.rows_consumed == len(consumed) - (advance.token_end is not None)
+        assert advance.rows_consumed == len([row for row in passed if row.tokens]) - (advance.token_end is not None)
         assert advance.filtered.tolist() == [row.position for row in passed if not row.tokens and not row.rejected]
         assert advance.quarantined == tuple((row.position, REASON) for row in passed if row.rejected)
     assert comparable(merge(advances)) == comparable(merge(merge(advances)))

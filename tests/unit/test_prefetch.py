@@ -63,8 +63,7 @@ def test_block_counts_with_real_size(prefetch: Prefetcher) -> None:
         prefetch.ask(wanted(block))
     prefetch.settle()
     assert prefetch.peak_bytes == 10 * MB
-    held = prefetch.take(wanted(0, size=8 * MB))
-    assert held == 8 * MB
+    assert prefetch.take(wanted(0, size=8 * MB)) == 8 * MB
     assert prefetch.waited_s == 0
 
 

@@ -141,8 +141,7 @@ class Model:
 
     def _cut(self, plan_id: str, plans: dict[str, UnitTable]) -> None:
         gone = {place for other, place in self.excluded if other == plan_id}
-        units = without(plans[plan_id], gone)
-        cut = PassCut(units, self.settings, self.passes, np.array(self.dealt, dtype=np.int64))
+        cut = PassCut(without(plans[plan_id], gone), self.settings, self.passes, np.array(self.dealt, dtype=np.int64))
         self.named[self.passes] = OpenCut(
             pass_index=self.passes,
             plan_id=plan_id,
@@ -264,8 +263,7 @@ def test_legs_with_exclusions_and_appends(
     everything = dict(plans)
     for leg in range(data.draw(st.integers(1, 4)) + 1):
         order = SourceOrder(start, everything, settings)
-        rows = available(SourceOrder(start, everything, settings))
-        consumed = [data.draw(st.integers(0, count)) for count in rows]
+        consumed = [data.draw(st.integers(0, count)) for count in available(SourceOrder(start, everything, settings))]
         for group, count in enumerate(consumed):
             assert rows_of(order, group, 0, count) == model.take(group, count, plans)
         start = order.finish_at(cursors_at(order, consumed))
@@ -343,10 +341,8 @@ def test_slices_tile_units_with_dead_rows(units: UnitTable, settings: CutSetting
 def test_portions_keep_order(units: UnitTable, cut: CutSettings, data: st.DataObject) -> None:
     """The portions of an unshuffled range have its rows in order, and only the needed slices."""
     order = SourceOrder(SourceStart.fresh(cut.key_groups, [("p", 1)]), {"p": units}, replace(cut, shuffle=False))
-    group = data.draw(st.integers(0, cut.key_groups - 1))
-    for row_range in order.row_ranges(group, data.draw(st.integers(0, 5))):
-        at_once = _portions(len(row_range.block.slices.unit), data.draw(st.integers(1, 3)))
-        portions = list(row_range.portions(at_once))
+    for row_range in order.row_ranges(data.draw(st.integers(0, cut.key_groups - 1)), data.draw(st.integers(0, 5))):
+        portions = list(row_range.portions(_portions(len(row_range.block.slices.unit), data.draw(st.integers(1, 3)))))
         found = []
         for part in portions:
             cuts = zip(part.slices.unit.tolist(), part.slices.first.tolist(), part.slices.rows.tolist(), strict=True)

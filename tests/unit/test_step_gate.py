@@ -88,8 +88,7 @@ class Script:
         """Return the loss of a batch, and add its gradients, or replace all by them."""
         if only:
             self.optimizer.zero_grad()
-        x = torch.sin(torch.arange(24.0).reshape(4, 6) + number)
-        out = self.model(x)
+        out = self.model(torch.sin(torch.arange(24.0).reshape(4, 6) + number))
         loss: torch.Tensor = ((self.critic(out) if self.kind == "gan" else out) ** 2).mean()
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         return loss

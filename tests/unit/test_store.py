@@ -35,8 +35,7 @@ def test_equal_process_ids_share_store(tmp_path: Path, apart: bool) -> None:
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
         list(pool.map(prove, range(AT_ONCE)))
-    left = {path.name for path in tmp_path.rglob("*") if path.is_file()}
-    assert left == ({".dlac"} if apart else set())
+    assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == ({".dlac"} if apart else set())
 
 
 def test_failed_write_leaves_no_file(tmp_path: Path) -> None:

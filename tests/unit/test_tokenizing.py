@@ -59,8 +59,7 @@ def test_texts_are_encoded_one_by_one(path: Path, texts: list[str], skip: int, l
 def test_special_token_text_stays_text(path: Path) -> None:
     """No document can contain the end token. A missing token is named. The digest equals the file's."""
     tokenizer = load_tokenizer(path)
-    end = tokenizer.token_id(END_OF_DOCUMENT)
-    assert end not in tokenizer.encode(pa.array([TEXTS[3]]))[0]
+    assert tokenizer.token_id(END_OF_DOCUMENT) not in tokenizer.encode(pa.array([TEXTS[3]]))[0]
     assert tokenizer.digest == blake3(path.read_bytes()).hexdigest() == tokenizer_digest(Backend.from_file(str(path)))
     with pytest.raises(TokenizerUnreadable, match="expected a token '<bos>'"):
         tokenizer.token_id("<bos>")

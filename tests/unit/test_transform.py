@@ -78,8 +78,7 @@ def test_unloadable_function_is_named(tmp_path: Path, name: str, message: str) -
 def test_rows_are_mapped_or_quarantined(counts: list[int], chunk: int) -> None:
     """Every row gives its number of rows. Rows that raise are named, for any chunks of the table."""
     pieces = [counts[i : i + chunk] for i in range(0, len(counts), chunk)]
-    live = pa.table({"x": pa.chunked_array(pieces, pa.int64())})
-    done = run(repeated, live, reject="quarantine", check=True)
+    done = run(repeated, pa.table({"x": pa.chunked_array(pieces, pa.int64())}), reject="quarantine", check=True)
     good = [(row, x) for row, x in enumerate(counts) if x >= 0]
     assert done.row.tolist() == [row for row, x in good for _ in range(x)]
     if good:

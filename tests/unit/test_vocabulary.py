@@ -31,9 +31,8 @@ def _lines() -> Iterator[tuple[str, int, str]]:
 
 def test_prose_has_no_dialect() -> None:
     """Docstrings and pages use the field's words. Code in backticks is exempt."""
-    found = [
+    assert [
         f"{name}:{number}: {word}"
         for name, number, text in _lines()
         for word in _DIALECT.findall(re.sub(r"`[^`]*`", "", text))
-    ]
-    assert found == []
+    ] == []

@@ -137,8 +137,7 @@ _LARGE = 5 << 20
 def test_written_file_matches_digest(tmp_path: Path, direct: bool, numbers: int) -> None:
     """Size and digest are the file's, with direct I/O and through the page cache, and the state is loaded again."""
     weight = torch.randn(numbers)
-    state = {"weight": weight, "lr": 0.1}
-    written = write_state(state, tmp_path / "state.pt", direct=direct)
+    written = write_state({"weight": weight, "lr": 0.1}, tmp_path / "state.pt", direct=direct)
     content = (tmp_path / "state.pt").read_bytes()
     assert (written.bytes, written.digest) == (len(content), blake3(content).hexdigest())
     found = torch.load(tmp_path / "state.pt")

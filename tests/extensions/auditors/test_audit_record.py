@@ -93,8 +93,7 @@ def _again(rows: list[Columns]) -> Columns:
 
 
 def _rewind(rows: list[Columns]) -> Columns:
-    first = rows_named(rows, "checkpoint")[0]
-    return {**first, "kind": "rewind", "seq": rows[-1]["seq"] + 1, "rewind": {}}
+    return {**rows_named(rows, "checkpoint")[0], "kind": "rewind", "seq": rows[-1]["seq"] + 1, "rewind": {}}
 
 
 @pytest.mark.parametrize(("row", "exact"), [(_again, False), pytest.param(_rewind, True, marks=pytest.mark.slow)])

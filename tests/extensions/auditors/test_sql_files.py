@@ -113,8 +113,7 @@ REFUSED = (SpecInvalid, duckdb.Error)
 
 def test_sql_reads_nothing_else(home: Path, locked: duckdb.DuckDBPyConnection) -> None:
     """Files outside of the lakehouse, the environment, the network and variables of this process are out of reach."""
-    answered = [query for query in READS if is_answered(locked, query.replace("HOME", str(home)))]
-    assert answered == []
+    assert [query for query in READS if is_answered(locked, query.replace("HOME", str(home)))] == []
 
 
 def is_answered(locked: duckdb.DuckDBPyConnection, query: str) -> bool:
@@ -148,8 +147,7 @@ def test_sql_writes_nothing(home: Path, locked: duckdb.DuckDBPyConnection, targe
 
 def test_sql_answers_questions(locked: duckdb.DuckDBPyConnection) -> None:
     """Reading, and tables in memory, are no harm."""
-    refused = [query for query in QUESTIONS if not is_answered(locked, query)]
-    assert refused == []
+    assert [query for query in QUESTIONS if not is_answered(locked, query)] == []
 
 
 @pytest.mark.parametrize("query", ["FROM nowhere", "COPY plans TO 'x.csv'"])

@@ -152,8 +152,7 @@ def test_rewind_is_one_fencing_append(arena: Arena) -> None:
         commit_checkpoint(Ledger(arena.lakehouse), attempt, checkpoint_id="late", parent=old.head, rows=[late])
     assert attempts_without_progress(rows) == 0
     assert launcher_of(rows, 2) == ""
-    told = failure_of_attempt(rows, 2, noticed_by="test", noticed_at=0.0, launched_at=0.0, stopped_at=0.0)
-    assert told is None
+    assert failure_of_attempt(rows, 2, noticed_by="test", noticed_at=0.0, launched_at=0.0, stopped_at=0.0) is None
     arena.train(spec, until=25)
     assert attempts_without_progress(arena.rows("r")) == 1
     arena.train(spec, until=25)
@@ -309,8 +308,7 @@ def test_rewind_to_step_zero(arena: Arena) -> None:
     for checkpoint in (None, left):
         report = audit_run(arena.lakehouse, "r", checkpoint)
         assert (report.exact, report.finished) == (True, True)
-    states = {each.state for each in list_checkpoints(arena.lakehouse, "r") if each.checkpoint_id in {left}}
-    assert states == {"left"}
+    assert {each.state for each in list_checkpoints(arena.lakehouse, "r") if each.checkpoint_id in {left}} == {"left"}
     rewind_run(arena.lakehouse, "r", nonce="op3", target=left or "")
     assert arena.head("r") == left
 

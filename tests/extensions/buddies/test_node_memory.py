@@ -103,8 +103,7 @@ def test_nodes_copy_to_their_buddies(tmp_path: Path) -> None:
             states.make_folder(states.attempt_folder(folder, 3, "c"))
         for number in range(3):
             for rank, folder in enumerate(found.folders):
-                part = part_of(rank, world_size=2, step=20 + number, attempt=3, nonce="c")
-                keep(folder, part, slot=number % 2)
+                keep(folder, part_of(rank, world_size=2, step=20 + number, attempt=3, nonce="c"), slot=number % 2)
             for rank, folder in enumerate(found.folders):
                 attempt = states.attempt_folder(folder, 3, "c")
                 wait_until(lambda: states.copied_step(attempt, rank) == 20 + number, what="a copy")  # noqa: B023 - called here
@@ -172,8 +171,7 @@ def test_unchanged_blocks_stay(tmp_path: Path, damage: str) -> None:
             keep_blocks(2, longer)
         before = copies.content_bytes
         assert copies.copy_new()
-        sent = copies.content_bytes - before
-        assert sent == len(longer) + (len(frozen) if damage else 0)
+        assert copies.content_bytes - before == len(longer) + (len(frozen) if damage else 0)
         for name, content in (("frozen.pt", frozen), ("trained.pt", longer)):
             assert (target / name).read_bytes() == content
         assert [part.state.step for part in states.parts_in(target)] == [2]
@@ -267,8 +265,7 @@ def test_bad_files_are_refused(tmp_path: Path, files: list[tuple[str, int]]) -> 
     attempt = states.attempt_folder(tmp_path / OWN / "mine", 2, "b")
     states.make_folder(attempt)
     slot = states.slot_of(attempt, 0)
-    refusal = offer_parts(slot, [states.pack_seal(replace(part_of(0), files=files))])
-    assert "expected" in refusal
+    assert "expected" in offer_parts(slot, [states.pack_seal(replace(part_of(0), files=files))])
     assert not slot.exists()
 
 

@@ -29,8 +29,7 @@ REPLICAS = {"program": "train_replicas.py", "replicas": 3, "world_size": 1}
 def write_job(campaign: Arena, run: str, program: str = "train_tiny.py", **changes: Any) -> Path:
     """Write a job file."""
     path = campaign.home / f"{run}.yaml"
-    spec = campaign.spec(run, program, **changes)
-    path.write_text(yaml.safe_dump(spec.model_dump(mode="json", exclude_none=True)))
+    path.write_text(yaml.safe_dump(campaign.spec(run, program, **changes).model_dump(mode="json", exclude_none=True)))
     return path
 
 

@@ -148,8 +148,7 @@ def test_pods_prefer_holders() -> None:
     pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "p"}, "spec": template["spec"]}
     validate(pod, "1.31", strict=True)
     (container,) = template["spec"]["containers"]
-    field = {"name": "DLAC_NODE_NAME", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}
-    assert field in container["env"]
+    assert {"name": "DLAC_NODE_NAME", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}} in container["env"]
 
 
 @pytest.mark.parametrize(

@@ -141,8 +141,7 @@ def test_impossible_cluster_is_refused(on: str, cluster: dict[str, Any], message
 
 def test_local_lakehouse_is_refused(tmp_path: Path) -> None:
     """Other nodes cannot reach an embedded catalog."""
-    request = cluster_request("slurm", {})
-    raw = request.spec.model_dump() | {"lakehouse": {}}
+    raw = cluster_request("slurm", {}).spec.model_dump() | {"lakehouse": {}}
     with pytest.raises(SpecInvalid, match=r"expected lakehouse\.uri that the nodes of the job reach, found 'sqlite:"):
         launcher_for(Request(spec=parse_spec(raw, origin="the test").resolved(tmp_path)), print)
 
@@ -171,8 +170,7 @@ def test_job_has_its_own_key() -> None:
     """The secret of the nodes' messages belongs to one job. On Kubernetes it is a file."""
     keys = [re.findall("export DLAC_RENDEZVOUS_KEY=(.*)", render_job(cluster_request("slurm", {}))) for _ in range(2)]
     assert keys[0] != keys[1]
-    found = manifests({})
-    assert len(found["Secret"]["stringData"]["rendezvous-key"]) == 64
+    assert len(manifests({})["Secret"]["stringData"]["rendezvous-key"]) == 64
     environment = {"DLAC_RENDEZVOUS_KEY_FILE": "/etc/dlac/rendezvous-key"}
     launch = for_node(cluster_request("kubernetes", {"image": "i"}), environment).spec.launch
     assert launch.rendezvous_key_file == "/etc/dlac/rendezvous-key"

@@ -71,8 +71,7 @@ def test_adopted_export_is_affected(exported: Exported) -> None:
     export_tensors(arena.lakehouse, tiers_of(exported.spec), folders["state"])
     folders["changed"].mkdir()
     changed = {name: each * 2 for name, each in load_file(exported.file).items()}
-    about = {"dlac.checkpoint_id": str(arena.head("a"))}
-    save_file(changed, folders["changed"] / "model.safetensors", about)
+    save_file(changed, folders["changed"] / "model.safetensors", {"dlac.checkpoint_id": str(arena.head("a"))})
     adopted = [exported.adopt(folder, run) for run, folder in folders.items()]
     for spec in adopted:
         train_sharded(arena, spec)
@@ -102,10 +101,9 @@ def test_unknown_adoption_is_a_limit(exported: Exported) -> None:
     for spec in (exported.spec, d):
         train_sharded(arena, spec)
     document, _ = erasure.certify()
-    limits = document["certificate"]["rows"]["limits"]
     assert [
         each
-        for each in limits
+        for each in document["certificate"]["rows"]["limits"]
         if each.startswith(f"Run d began with weights from {exported.folder}, of unknown origin")
     ]
 
@@ -117,8 +115,7 @@ def test_state_in_memory_refuses_certificate(arena: Arena, rewound: bool) -> Non
     arena.table(appends=(400,))
     memory = arena.home / "memory"
     memory.mkdir()
-    changes = {"memory": str(memory), "memory_every_steps": 1, "every_steps": 4, "pause_s": 0.1}
-    spec = small(arena, "r", **changes)
+    spec = small(arena, "r", memory=str(memory), memory_every_steps=1, every_steps=4, pause_s=0.1)
     launch, folder = arena.launch(spec), memory_folder(spec)
     assert folder is not None
     wait_until(lambda: any(each.first.step >= 7 for each in read_states(folder)), what="a state of step 7")
@@ -244,8 +241,7 @@ def test_expired_row_is_found_by_key(arena: Arena) -> None:
     assert erasure.differences(document) == []
     later = Erasure(arena, [f"row_id in ({steps[1][0]}, {steps[2][0]}) or row_id = {steps[3][0]}"], spec)
     assert (later.plan()["rows"]["count"], later.plan()["problems"]) == (3, [])
-    other = Erasure(arena, ["even = true"], spec)
-    assert any("are not counted" in each for each in other.plan()["problems"])
+    assert any("are not counted" in each for each in Erasure(arena, ["even = true"], spec).plan()["problems"])
 
 
 @pytest.mark.slow

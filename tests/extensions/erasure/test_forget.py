@@ -132,8 +132,7 @@ def test_traces_are_erased(arena: Arena) -> None:
     """Keys and losses of the rows are gone from tables, files and journal. Audits and certificates stay."""
     arena.table(appends=(200, 200))
     spec = small(arena, "r", row_keys=True, identity_columns=["row_id"])
-    steps = arena.train(spec)
-    row = steps[7][3]
+    row = arena.train(spec)[7][3]
     erasure = Erasure(arena, [f"row_id = {row}"], spec)
     with pytest.raises(SpecInvalid, match="expected that the rows are forgotten, found otherwise:\nrun r"):
         erase_traces(arena.lakehouse, "src.t", erasure.filters, erasure.specs.get)
@@ -206,8 +205,7 @@ def test_fork_after_rows_begins_again(arena: Arena) -> None:
     fork_run(arena.lakehouse, before, "p", step=4)
     fork_run(arena.lakehouse, after, "p", step=8)
     erasure = Erasure(arena, [f"row_id = {steps[6][0]}"], parent, before, after)
-    read = arena.train(after, until=3)
-    assert steps[6][0] not in rows_until(read, 2), "else choose another seed"
+    assert steps[6][0] not in rows_until(arena.train(after, until=3), 2), "else choose another seed"
     runs = {run["run"]: run["action"] for run in erasure.plan()["runs"]}
     assert runs == {"p": "rewind", "before": "rewind", "after": "fork again"}
     erasure.execute()
@@ -251,12 +249,10 @@ def test_tags_exports_and_branches_are_cleared(arena: Arena) -> None:
     run = erasure.run("r")
     assert (run["action"], run["abandoned"], run["surviving"], run["tags"]) == ("rewind", 2, 0, ["best"])
     assert run["exports_to_delete_or_replace"] == [f"w.safetensors of {exported}, BLAKE3 d1"]
-    done = erasure.execute()
-    assert any(line.startswith("tag best of run r is removed") for line in done)
+    assert any(line.startswith("tag best of run r is removed") for line in erasure.execute())
     assert list(names_of(arena.rows("r", NameRow))) == ["early"]
     assert [each.where for each in exclusions_in_force(arena.rows("r"))] == ["row_id = 7", f"row_id = {row}"]
-    again = arena.train(spec)
-    assert rows_until(again, 99).isdisjoint({7, row} - rows_until(steps, 2))
+    assert rows_until(arena.train(spec), 99).isdisjoint({7, row} - rows_until(steps, 2))
     document, _ = erasure.certify()
     assert document["certificate"]["runs"][0]["exports_to_delete_or_replace"]
 
@@ -272,8 +268,7 @@ def test_later_request_keeps_earlier_exclusion(arena: Arena) -> None:
     again = arena.train(spec)
     second = Erasure(arena, [f"row_id = {steps[3][0]}"], spec)
     second.execute()
-    last = arena.train(spec)
-    assert rows_until(last, 99).isdisjoint({steps[9][0], steps[3][0]})
+    assert rows_until(arena.train(spec), 99).isdisjoint({steps[9][0], steps[3][0]})
     assert steps[9][0] not in rows_until(again, 99)
     for erasure in (first, second):
         assert erasure.certify()
@@ -310,8 +305,7 @@ def test_commands_forget_and_verify(arena: Arena, here: Command, tmp_path: Path)
     row = arena.train(spec)[5][0]
     (arena.home / "job.yaml").write_text(spec.model_dump_json())
     common = ("src.t", "--where", f"row_id = {row}", "--spec", str(arena.home / "job.yaml"))
-    plan = json.loads(here("forget", "rows", *common, "--json", home=arena.home).stdout)
-    assert plan["runs"][0]["clean_step"] == 4
+    assert json.loads(here("forget", "rows", *common, "--json", home=arena.home).stdout)["runs"][0]["clean_step"] == 4
     assert "steps to replay" in here("forget", "rows", *common, home=arena.home).stdout
     key, certificate = tmp_path / "key.pem", tmp_path / "certificate.json"
     make_key(key)

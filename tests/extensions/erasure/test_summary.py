@@ -32,8 +32,7 @@ def test_totals_are_those_of_the_audit(arena: Arena, here: Command) -> None:
     for each in found:
         assert sum(source["rows_consumed"] for source in each["sources"]) == each["rows_consumed"]
     assert [each["sources"][0]["source_table"] for each in found] == ["src.u", "src.t"]
-    excluded = [{"where": "row_id < 20", "since_step": 1}]
-    assert [each["sources"][0]["excluded"] for each in found] == [excluded, []]
+    assert [each["sources"][0]["excluded"] for each in found] == [[{"where": "row_id < 20", "since_step": 1}], []]
     text = here("summary", "b", home=arena.home).stdout
     for part in (
         "### Run b",

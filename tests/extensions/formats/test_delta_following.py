@@ -59,8 +59,7 @@ def test_resumed_run_trains_appended_versions(arena: Arena, location: Path) -> N
     assert "advanced from snapshot 0 to 4" in due(arena.lakehouse, spec).reason
     arena.train(spec)
     assert arena.train(spec) == {}
-    rows = [row for step in arena.recorded("follows").values() for row in step]
-    assert sorted(rows) == list(range(224))
+    assert sorted(row for step in arena.recorded("follows").values() for row in step) == list(range(224))
     report = audit_run(arena.lakehouse, "follows")
     assert report.exact, report.problems
 
@@ -164,8 +163,7 @@ def test_racing_processes_mirror_a_version_once(arena: Arena, location: Path) ->
         for thread in threads:
             thread.join()
     assert failed == []
-    table = arena.lakehouse.load(identifier)
-    assert sorted(each.snapshot_id for each in table.snapshots()) == [0, 1, 2, 3, 4]
+    assert sorted(each.snapshot_id for each in arena.lakehouse.load(identifier).snapshots()) == [0, 1, 2, 3, 4]
     assert [len(planned_rows(arena.lakehouse, location, version)) for version in range(5)] == [100, 110, 120, 130, 140]
 
 
@@ -180,7 +178,6 @@ def test_table_in_object_store_is_read(arena: Arena, store: ObjectStore) -> None
     dataset = open_dataset(lakehouse=remote, home=arena.home, **settings)
     batches = iter(dataset)
     first = next(batches)["row_id"].tolist()
-    state = dataset.state_dict()
-    again = open_dataset(lakehouse=remote, home=arena.home, **settings, state=state)
+    again = open_dataset(lakehouse=remote, home=arena.home, **settings, state=dataset.state_dict())
     rest = [row for batch in again for row in batch["row_id"].tolist()]
     assert sorted(first + rest) == list(range(64))

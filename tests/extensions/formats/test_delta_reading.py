@@ -90,8 +90,7 @@ def test_partition_values_of_all_types(arena: Arena, location: Path) -> None:
         "price": pa.array([Decimal("1.10"), Decimal("-3.00"), None] * 2, pa.decimal128(10, 2)),
         "text": texts,
     }
-    rows = pa.table({"id": range(count), **partitions})
-    write_deltalake(location, rows, partition_by=list(partitions))
+    write_deltalake(location, pa.table({"id": range(count), **partitions}), partition_by=list(partitions))
     found = sorted(planned_rows(arena.lakehouse, location), key=lambda row: row["id"])
     by_datafusion = sorted(query(location, 0), key=lambda row: row["id"])
     assert found == [{**row, "text": row["text"] or None} for row in by_datafusion]
@@ -115,8 +114,7 @@ def test_nested_and_rare_columns(arena: Arena, location: Path) -> None:
         "price": pa.array([Decimal("-1.10"), None], pa.decimal128(20, 2)),
     }
     write_deltalake(location, pa.table(columns))
-    wider = pa.struct([*kind, ("c", pa.int64())])
-    more = {**columns, "nested": pa.array([{"a": 3, "b": [], "c": 9}, None], wider)}
+    more = {**columns, "nested": pa.array([{"a": 3, "b": [], "c": 9}, None], pa.struct([*kind, ("c", pa.int64())]))}
     write_deltalake(location, pa.table(more), mode="append", schema_mode="merge")
     check_all_versions(arena, location)
 
@@ -144,8 +142,7 @@ def test_vector_beyond_first_bitmap_container(arena: Arena, location: Path) -> N
     [path] = live_adds(location)
     dead = [0, 65_535, 65_536, 131_072, 139_999, *range(70_000, 72_000)]
     set_dead_rows(location, {path: dead})
-    found = {row["id"] for row in planned_rows(arena.lakehouse, location)}
-    assert found == set(range(140_000)) - set(dead)
+    assert {row["id"] for row in planned_rows(arena.lakehouse, location)} == set(range(140_000)) - set(dead)
 
 
 WIDER = '{"type":"struct","fields":[{"name":"id","type":"long","nullable":true,"metadata":{"delta.typeChanges":[]}}]}'

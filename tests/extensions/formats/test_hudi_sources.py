@@ -35,8 +35,7 @@ def instants(arena: Arena, location: Path) -> list[int]:
 def read(location: Path, instant: int) -> Rows:
     """The rows of a version as the library reads them, which merges log files itself."""
     table = HudiTableBuilder.from_base_uri(str(location)).build()
-    batches = table.read(HudiReadOptions().with_as_of_timestamp(str(instant)))
-    found: Rows = pa.Table.from_batches(batches).to_pylist()
+    found: Rows = pa.Table.from_batches(table.read(HudiReadOptions().with_as_of_timestamp(str(instant)))).to_pylist()
     return found
 
 
@@ -92,8 +91,7 @@ def test_inserts_are_followed(arena: Arena, tmp_path: Path) -> None:
         table = load_version(arena.lakehouse, identifier, version)
     operations = [snapshot.summary and snapshot.summary.operation.value for snapshot in table.snapshots()]
     assert operations == ["append", *["overwrite"] * 5, "append", "overwrite", "append", "append", "replace", "append"]
-    inserted = changes(table, versions[7], versions[-1])
-    assert [len(portion.files) for portion in inserted.portions] == [2, 2]
+    assert [len(portion.files) for portion in changes(table, versions[7], versions[-1]).portions] == [2, 2]
     with pytest.raises(AppendHistoryLost, match="found an overwrite"):
         _ = changes(table, versions[0], versions[-1]).portions
     changes(table, versions[0], versions[-1], on_overwrite="read", identity_columns=["txn_id"]).check()

@@ -41,8 +41,7 @@ class RewrittenTable(HandTable):
         """Drop the manifests of these files (each lists one), and return their entries."""
         taken, left = [], []
         for manifest in self.manifests:
-            entries = manifest.fetch_manifest_entry(IO)
-            gone = [entry for entry in entries if entry.data_file.file_path in removed]
+            gone = [entry for entry in manifest.fetch_manifest_entry(IO) if entry.data_file.file_path in removed]
             for entry in gone:
                 file = self._data_file(entry.data_file.file_path, entry.data_file.record_count)
                 numbers = dict.fromkeys(("sequence_number", "file_sequence_number"), entry.sequence_number)
@@ -77,8 +76,7 @@ def test_rows_keep_their_ids_through_a_compaction(hand: RewrittenTable) -> None:
     """Old and new rows of a compacted file are distinguished by the row ids that it keeps."""
     planned = hand.add(10, 11, 12)
     since = hand.snapshot_id
-    appended = hand.add(13)
-    merged = hand.rewrite([planned, appended], {13: 3, 12: 2, 10: 0}, kept=True, operation="replace")
+    merged = hand.rewrite([planned, hand.add(13)], {13: 3, 12: 2, 10: 0}, kept=True, operation="replace")
     hand.delete_vectors({merged: [2]})
     history = hand.changes(since)
     assert (hand.new(history), read_from(history)) == ([13], (hand.snapshot_id,))

@@ -39,12 +39,11 @@ def with_listeners(spec: JobSpec, **listeners: Any) -> JobSpec:
 
 def use_libraries(monkeypatch: pytest.MonkeyPatch, receiver: Receiver, folder: Path) -> None:
     """Let the libraries send to the receiver, and write their files into a folder."""
-    variables = {
+    for name, value in {
         **{"OPENLINEAGE_URL": receiver.url, "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.url, "WANDB_DIR": str(folder)},
         **{"OTEL_METRIC_EXPORT_INTERVAL": "1000", "WANDB_MODE": "offline", "MLFLOW_ALLOW_FILE_STORE": "true"},
         "MLFLOW_TRACKING_URI": (folder / "mlruns").as_uri(),
-    }
-    for name, value in variables.items():
+    }.items():
         monkeypatch.setenv(name, value)
 
 

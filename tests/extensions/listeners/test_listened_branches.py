@@ -96,8 +96,7 @@ def branched(strangers: None, tmp_path_factory: pytest.TempPathFactory) -> Itera
 @pytest.mark.slow
 def test_commands_send_branch_events(branched: Branched) -> None:
     """The rewind, the retirement and the fork are events of the commands. The next launch repeats the rewind."""
-    sent = [each["kind"] for each in branched.after_rewind]
-    assert sent[-2:] == ["WentBack", "closed"]
+    assert [each["kind"] for each in branched.after_rewind][-2:] == ["WentBack", "closed"]
     first, again = branched.recorded("WentBack")
     assert first == again
     rows = branched.arena.rows("r", *HEAD_KINDS)

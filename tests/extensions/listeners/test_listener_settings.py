@@ -69,8 +69,7 @@ def test_wrong_settings_are_refused_by_name(listeners: dict[str, Any], message: 
 
 def test_short_table_names_other_listener() -> None:
     """[listeners.mine] has the options of another distribution's listener, also after a copy of the spec was read again."""
-    spec = spec_with(mine={"path": "x"}, prometheus={})
-    again = parse_spec(spec.model_dump(mode="json"), origin="a copy")
+    again = parse_spec(spec_with(mine={"path": "x"}, prometheus={}).model_dump(mode="json"), origin="a copy")
     prometheus = {"host": "127.0.0.1", "port": 9464}
     assert again.section(ListenersSpec).chosen() == {"prometheus": prometheus, "mine": {"path": "x"}}
 

@@ -92,8 +92,7 @@ def test_other_listeners_receive_all_events(listened: Listened) -> None:
     assert sum(each["rows_by_table"]["src.t"] for each in committed) == 2 * 2000
     for each, row in zip(committed, lineage, strict=True):
         assert row.manifest_uri.startswith(each["location"])
-    ends = [each["ending"] for each in events if each["kind"] == "AttemptEnded"]
-    assert ends == ["failed", "finished"]
+    assert [each["ending"] for each in events if each["kind"] == "AttemptEnded"] == ["failed", "finished"]
     progress = [each for each in events if each["kind"] == "ProgressMade"]
     assert progress
     starts = {each["attempt"]: each["step"] for each in (first, second)}
@@ -107,8 +106,7 @@ def test_openlineage_has_run_per_attempt(listened: Listened) -> None:
     events = listened.receiver.read_json("/api/v1/lineage")
     changes = [each["eventType"] for each in events if each["eventType"] != "RUNNING"]
     assert changes == ["START", "FAIL", "START", "COMPLETE"]
-    runs = list(dict.fromkeys(each["run"]["runId"] for each in events))
-    assert len(runs) == 2
+    assert len({each["run"]["runId"] for each in events}) == 2
     snapshot = str(listened.recorded[0]["tables"][0]["snapshot_id"])
     for each in events:
         assert each["job"] | {"facets": {}} == {"namespace": "training", "name": "listened", "facets": {}}
@@ -175,8 +173,7 @@ def test_opentelemetry_has_recovery_spans(listened: Listened) -> None:
     assert {span.parent_span_id for span in phases} == {recovery.span_id}
     assert {f"dlac.recovery.{phase}" for phase in ("detect", "verify", "first_step")} <= {each.name for each in phases}
     assert recovery.start_time_unix_nano == min(span.start_time_unix_nano for span in phases)
-    attributes = {each.key: each.value.string_value for each in recovery.attributes}
-    assert "SIGKILL" in attributes["dlac.cause"]
+    assert "SIGKILL" in {each.key: each.value.string_value for each in recovery.attributes}["dlac.cause"]
     metrics = [ExportMetricsServiceRequest.FromString(body) for body in bodies["/v1/metrics"]]
     scopes = [scope for each in metrics for resource in each.resource_metrics for scope in resource.scope_metrics]
     names = {metric.name for scope in scopes for metric in scope.metrics}
@@ -186,8 +183,7 @@ def test_opentelemetry_has_recovery_spans(listened: Listened) -> None:
 @pytest.mark.slow
 def test_held_interpreter_does_not_stop_training(campaign: Arena, strangers: None) -> None:
     """A listener hangs in C, so that its process does nothing more. It is killed at the end of the run."""
-    spec = with_listeners(campaign.spec("held", passes=1, every_steps=20), holds_lock={})
-    launch = campaign.launched(spec)
+    launch = campaign.launched(with_listeners(campaign.spec("held", passes=1, every_steps=20), holds_lock={}))
     assert launch.of("ended")[0]["ending"] == "finished"
     assert "the listeners of run 'held' did not end in time, and are killed" in launch.stderr
     assert campaign.losses("held")[:62] == campaign.losses("reference")[:62]
@@ -207,7 +203,5 @@ def test_leading_node_alone_emits(campaign: Arena, strangers: None, tmp_path: Pa
     committed = [each["checkpoint_id"] for each in found if each["kind"] == "CheckpointCommitted"]
     assert len(committed) == len(set(committed))
     assert set(committed) <= {row.checkpoint_id for row in campaign.rows(spec.run, CheckpointRow)}
-    nodes = [each["nodes"] for each in found if each["kind"] == "AttemptStarted"]
-    assert nodes[-2:] == [2, 1]
-    ends = [each["ending"] for each in found if each["kind"] == "AttemptEnded"]
-    assert ends[-2:] == ["lost", "finished"]
+    assert [each["nodes"] for each in found if each["kind"] == "AttemptStarted"][-2:] == [2, 1]
+    assert [each["ending"] for each in found if each["kind"] == "AttemptEnded"][-2:] == ["lost", "finished"]

@@ -32,8 +32,7 @@ def run_loop(
     command = [sys.executable, str(PROGRAMS / "foreign_loop.py"), json.dumps({**given, "save_at": SAVED})]
     environments = [{**os.environ, "RANK": str(rank), "WORLD_SIZE": "2"} for rank in range(2)]
     ranks = [Forked(command, env=each, stderr=subprocess.PIPE, text=True) for each in environments]
-    ends = [rank.communicate()[1] for rank in ranks]
-    assert ends == ["", ""]
+    assert [rank.communicate()[1] for rank in ranks] == ["", ""]
     return [rank.returncode for rank in ranks]
 
 

@@ -51,8 +51,7 @@ def test_watch_waits_for_starting_run(arena: Arena) -> None:
     log = arena.home / "watched.jsonl"
 
     def looks() -> list[dict[str, Any]]:
-        lines = log.read_text().splitlines(keepends=True)
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        return [json.loads(line) for line in log.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
     with log.open("wb") as stream:
         watching = Forked(command, stdout=stream, stderr=subprocess.PIPE, start_new_session=True)

@@ -37,8 +37,7 @@ def test_following_status_equals_new_one(arena: Arena) -> None:
     assert agree(status)["step"] == 5
     arena.train(spec, until=12)
     assert agree(status)["step"] == 10
-    target = ledger.restorable("r", 5).checkpoint_id
-    commit_rewind(ledger, "r", nonce="n", checkpoint_id=target)
+    commit_rewind(ledger, "r", nonce="n", checkpoint_id=ledger.restorable("r", 5).checkpoint_id)
     assert agree(status)["step"] == 5
     arena.train(spec)
     assert (agree(status)["state"], status.finished) == ("finished", True)

@@ -94,8 +94,7 @@ def test_follow_ends_with_run(arena: Arena) -> None:
     folder = launch(arena, 1, {0: "a\n"})
     out = arena.home / "out"
     with out.open("w") as stream:
-        command = [str(DLAC), "logs", "r", "--follow", "--home", str(arena.home)]
-        process = Forked(command, stdout=stream)
+        process = Forked([str(DLAC), "logs", "r", "--follow", "--home", str(arena.home)], stdout=stream)
         wait_until(lambda: out.read_text() == "a\n", what="what was there")
         with log_file(folder, 0).open("a") as log:
             log.write("b\n")

@@ -46,12 +46,10 @@ def test_last_deadly_rows_are_quarantined_visibly(arena: Arena, rows: int, follo
     settings |= {"passes": 1, "every_steps": max(1, max(batches) - 1), "follow": follow}
     spec = arena.spec("r", world_size=1, **settings)
     arena.launched(spec)
-    named = arena.rows("r", QuarantinedRowsRow)
-    assert sum(each.rows for each in named) == len(last)
+    assert sum(each.rows for each in arena.rows("r", QuarantinedRowsRow)) == len(last)
     assert [row.step for row in arena.lineage("r")][-1] == max(batches) - 1
     if follow == "appends":
-        again = arena.launched(spec)
-        assert not again.of("failure")
+        assert not arena.launched(spec).of("failure")
     report = audit_run(arena.lakehouse, "r")
     assert (report.exact, report.problems, report.finished) == (True, (), follow == "pinned")
     assert (report.rows_consumed, report.rows_quarantined, report.rows_pending) == (rows - len(last), len(last), 0)

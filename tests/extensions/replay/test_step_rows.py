@@ -38,8 +38,7 @@ def test_rows_equal_those_of_tensors(workshop: Workshop, run: str) -> None:
     assert len(committed) > 20
     column = "tokens" if run == "packed" else "row_id"
     chosen = {step: seen for step, seen in committed.items() if run != "packed" or step % 4 in (0, 1)}  # by checkpoints
-    wrong = [step for step, seen in chosen.items() if seen_in(run, steps.of(step, column=column)) != seen]
-    assert wrong == []
+    assert [step for step, seen in chosen.items() if seen_in(run, steps.of(step, column=column)) != seen] == []
 
 
 def test_packed_steps_need_job_spec(workshop: Workshop) -> None:

@@ -203,8 +203,7 @@ class Replica:
         self.attempt.manager.settle.return_value = None
         self.attempt.manager.begin.side_effect = self._save
         self.attempt.manager.save.side_effect = self._save
-        syncs = GroupSyncs(self.group)
-        communicator = MagicMock(step_syncs=syncs, tree=RankTree(0, 1, None), rank=0, world_size=1)
+        communicator = MagicMock(step_syncs=GroupSyncs(self.group), tree=RankTree(0, 1, None), rank=0, world_size=1)
         parts = (SPEC, self.attempt, communicator, self.policy, MagicMock(), MagicMock())
         self.checkpointing = ReplicaCheckpointing(self.group, *parts)
         model = torch.nn.Linear(2, 1)
@@ -349,8 +348,7 @@ def test_reductions_of_step_follow_each_other(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(manager, "allreduce", allreduce)
     group = group_of(tmp_path, _manager=manager)
     group.has_met = True
-    gradients = [torch.ones(3), torch.ones(3, dtype=torch.bfloat16)]
-    assert group.reduce(gradients, torch.tensor(1.0)) is not fails
+    assert group.reduce([torch.ones(3), torch.ones(3, dtype=torch.bfloat16)], torch.tensor(1.0)) is not fails
     assert done == ["torch.float32", *([] if fails else ["torch.bfloat16", "torch.float64"])]
 
 

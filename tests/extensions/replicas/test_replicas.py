@@ -209,8 +209,7 @@ def test_stopped_run_resumes_with_other_groups(
     """A stop ends all groups after one checkpoint at the same step. Other groups train the rest, with the same batches."""
     run = f"stopped-{shape}-{'-'.join(map(str, changes.values()))}"
     stop_after_checkpoint(campaign, run, **SHAPES[shape])
-    trained = train(campaign, run, **{**SHAPES[shape], **changes})
-    assert trained.journal == calm(shape).journal
+    assert train(campaign, run, **{**SHAPES[shape], **changes}).journal == calm(shape).journal
     assert audit_run(campaign.lakehouse, run).exact
     assert campaign.losses(run) == pytest.approx(campaign.losses(f"calm-{shape}"), rel=1e-5)
 
@@ -234,8 +233,7 @@ def test_run_stops_after_rejoin(campaign: Arena, calm: Callable[[str], Trained])
     assert launch.of("ended")[0]["ending"] == "stopped"
     (checkpoint,) = campaign.lineage(run)
     assert checkpoint.step == launch.of("ended")[0]["step"] > 12
-    trained = train(campaign, run)
-    assert trained.journal == calm("whole").journal
+    assert train(campaign, run).journal == calm("whole").journal
     assert audit_run(campaign.lakehouse, run).exact
 
 
@@ -244,8 +242,7 @@ def test_run_stops_after_rejoin(campaign: Arena, calm: Callable[[str], Trained])
 def test_death_of_all_groups_resumes_from_ledger(campaign: Arena, calm: Callable[[str], Trained], shape: str) -> None:
     """Without a group that has the state, the next attempt resumes from the last checkpoint."""
     run = f"all-die-{shape}"
-    trained = train(campaign, run, dies_forward="*:23", **SHAPES[shape])
-    assert trained.journal == calm(shape).journal
+    assert train(campaign, run, dies_forward="*:23", **SHAPES[shape]).journal == calm(shape).journal
     assert [row.attempt for row in campaign.rows(run, ClaimRow)] == [1, 2]
     assert audit_run(campaign.lakehouse, run).exact
 

@@ -8,10 +8,9 @@ from dlac_pipeline.supervise.liveness.heartbeat import Phase, RankHeartbeat, Spe
 
 def signs(step: int, **seconds: list[float]) -> list[RankHeartbeat]:
     """Return heartbeats of ranks at a step. `seconds` are the seconds that each rank has spent in a phase so far."""
-    ranks = len(next(iter(seconds.values())))
     spent = [
         Spent(**{f"{phase}_us": int(each[rank] * 1e6) for phase, each in seconds.items()}, checkpoint_bytes=1)
-        for rank in range(ranks)
+        for rank in range(len(next(iter(seconds.values()))))
     ]
     return [RankHeartbeat(step, Phase.TRAINING, time.time(), 0, 0.0, each) for each in spent]
 

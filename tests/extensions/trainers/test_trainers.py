@@ -110,8 +110,7 @@ def test_trainer_resumes_exactly_after_kill(lake: Lake, script: str, ranks: int)
     alone = f"{run}-alone"
     killed = lake.start(script, run, ranks)
     wait_until(lambda: len(lake.checkpoints(run)) >= 2 or killed.poll() is not None, what="two checkpoints")
-    rank = next(each for each in _descendants(killed) if script in " ".join(each.cmdline()))
-    rank.send_signal(signal.SIGKILL)
+    next(each for each in _descendants(killed) if script in " ".join(each.cmdline())).send_signal(signal.SIGKILL)
     lake.finish(killed, run)
     lake.finish(lake.start(script, alone, ranks if ranks > 1 else 0), alone)
     assert len(lake.losses(run)) == _STEPS

@@ -173,8 +173,7 @@ def test_a_sweep_in_the_middle_of_a_commit(ledger: Ledger, monkeypatch: pytest.M
 
 def test_truncated_metadata_is_removed(ledger: Ledger) -> None:
     """Empty and half files, left by a SIGKILL or a full disk, are removed. A file that is not text is kept."""
-    table = ledger.lakehouse.own("consumption")
-    whole = Path(table.metadata_location.removeprefix("file://"))
+    whole = Path(ledger.lakehouse.own("consumption").metadata_location.removeprefix("file://"))
     cut = [whole.with_name(f"09999-{number}.metadata.json") for number in range(2)]
     cut[0].touch()
     cut[1].write_bytes(whole.read_bytes()[:1000])
@@ -204,8 +203,7 @@ def test_another_tables_files_are_not_touched(ledger: Ledger, arena: Arena) -> N
 
 def test_upkeep_of_all_tables_leaves_source_tables_alone(ledger: Ledger, arena: Arena) -> None:
     """Every table of DLAC's is reported on; a source keeps all its snapshots and all its files."""
-    table = arena.table(appends=(10,) * 25)
-    snapshots = [snapshot.snapshot_id for snapshot in table.snapshots()]
+    snapshots = [snapshot.snapshot_id for snapshot in arena.table(appends=(10,) * 25).snapshots()]
     files = {path for path in (arena.home / "warehouse" / "src").rglob("*") if path.is_file()}
     done = {each.table: each for each in run_upkeep(ledger.lakehouse, keep=2)}
     assert done.keys() == TABLES.keys()
