@@ -38,7 +38,7 @@ from tests.integration.datasets import Datasets
 if TYPE_CHECKING:
     import dagster as dg
 
-    from tests.conftest import Arena
+    from tests.seaweedfs import SeaweedFS
 
 PROGRAM = Path(__file__).parent / "programs" / "train_tiny.py"
 ROWS = 1000
@@ -170,6 +170,22 @@ def opened(arena: Arena) -> OpenLeg:
     order = OrderSpec(batch_size=24, key_groups=6, block_slices=2, seed=11, passes=2)
     spec = arena.spec("r").model_copy(update={"order": order})
     return open_leg(Plans(arena.lakehouse), first_leg(spec, [plan]), spec)
+
+
+@pytest.fixture
+def spec(arena: Arena) -> JobSpec:
+    """A run of 15 steps with a checkpoint every 5, trained in this process."""
+    arena.table(appends=(70, 50), row_group_rows=20)
+    return arena.spec("r1", world_size=1, batch_size=16, key_groups=4, every_steps=5)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedFS]:
+    """Catalog and store of the tests of a module."""
+    from tests.seaweedfs import seaweedfs  # which most tests do without
+
+    with seaweedfs(tmp_path_factory.mktemp("seaweedfs")) as running:
+        yield running
 
 
 @pytest.fixture

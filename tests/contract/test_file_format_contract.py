@@ -43,10 +43,6 @@ def _with_ids(field: pa.Field) -> pa.Field:
     return pa.field(field.name, kind, metadata={"iceberg.id": (field.metadata or {})[b"PARQUET:field_id"]})
 
 
-def _write_parquet(rows: pa.Table, sink: Any) -> None:
-    pq.write_table(rows, sink, row_group_size=_UNIT)
-
-
 def _write_orc(rows: pa.Table, sink: Any) -> None:
     schema = pa.schema([_with_ids(field) for field in rows.schema])
     # each write of a batch that exceeds the size of a stripe ends a stripe
@@ -61,7 +57,7 @@ def _write_arrow(rows: pa.Table, sink: Any) -> None:
 
 
 WRITERS: dict[str, Callable[[pa.Table, Any], None]] = {
-    "parquet": _write_parquet,
+    "parquet": lambda rows, sink: pq.write_table(rows, sink, row_group_size=_UNIT),
     "orc": _write_orc,
     "arrow": _write_arrow,
 }

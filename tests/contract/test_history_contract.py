@@ -2,7 +2,6 @@
 
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -102,16 +101,14 @@ def test_format_without_history_is_followed_as_iceberg() -> None:
 
 def test_only_changed_source_needs_history(lake: Lake, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without an installed history a run resumes while its source stays. An append is refused with the missing part's name."""
-
-    def no_points(**selected: str) -> Any:
-        return () if selected["group"] == HISTORIES.group else entry_points(**selected)
-
     lake.append(*range(8))
     source = {"table": "src.t", "columns": ["k"], "follow": "appends"}
     order, launch = {"batch_size": 2, "key_groups": 2}, {"script": "x", "world_size": 1}
     spec = parse_spec({"run": "r", "source": source, "order": order, "launch": launch}, origin="the test")
     run = Run.begin(lake.lakehouse, spec)
-    monkeypatch.setattr(doors, "entry_points", no_points)
+    monkeypatch.setattr(
+        doors, "entry_points", lambda **of: () if of["group"] == HISTORIES.group else entry_points(**of)
+    )
     assert not run.turn(spec, repin=True)
     lake.append(8)
     with pytest.raises(BadInput, match=r"history of changed tables .* 'src.t', found 'iceberg': installed are none"):

@@ -63,11 +63,7 @@ def test_new_leg_reads_remaining_rows(maker: str, run: Run, request: pytest.Fixt
 
 def test_only_changed_leg_needs_maker(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without an installed maker a run resumes while its leg stays. A change is refused with the missing part's name."""
-
-    def no_points(**selected: str) -> tuple[()]:
-        return ()
-
-    monkeypatch.setattr(doors, "entry_points", no_points)
+    monkeypatch.setattr(doors, "entry_points", lambda **selected: ())
     assert not run.turn(requested(2), repin=False)
     with pytest.raises(BadInput, match=r"maker of new legs in the next leg, found 'next': installed are none"):
         run.turn(requested(4), repin=False)

@@ -128,13 +128,9 @@ def test_stranger_is_no_rank(opened: OpenLeg) -> None:
 
 def test_left_loop_goes_on_in_the_next(opened: OpenLeg, readers: Make) -> None:
     """A script that leaves its loop after a step finds the next batch in another loop."""
-
-    def in_two_loops(reader: Reader) -> list[int]:
-        return [batch.step for batch in (*islice(reader, 3), *reader)]
-
     made = readers(opened)
     with ThreadPoolExecutor(len(RANKS)) as threads:
-        found = [*threads.map(in_two_loops, made)]
+        found = [*threads.map(lambda reader: [batch.step for batch in (*islice(reader, 3), *reader)], made)]
     for reader in made:
         reader.close()
     assert found == [[*range(1, (opened.order.total_steps or 0) + 1)]] * len(RANKS)

@@ -2,9 +2,8 @@
 
 import multiprocessing
 import os
-import threading
 import time
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,16 +11,9 @@ from blake3 import blake3
 
 from dlac_pipeline.lakehouse.errors import StoreUnavailable
 from dlac_pipeline.lakehouse.store_files import StoreFiles
-from tests.seaweedfs import SeaweedFS, needs_seaweedfs, seaweedfs
+from tests.seaweedfs import SeaweedFS, needs_seaweedfs
 
 MB = 1 << 20
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedFS]:
-    """Return a server for all tests of this module."""
-    with seaweedfs(tmp_path_factory.mktemp("seaweedfs")) as running:
-        yield running
 
 
 @pytest.fixture(params=["folder", pytest.param("seaweedfs", marks=needs_seaweedfs)])
@@ -104,11 +96,8 @@ def test_one_racing_writer_wins(server: SeaweedFS, tmp_path: Path) -> None:
             return
         won.append(number)
 
-    writers = [threading.Thread(target=write, args=(number,)) for number in range(8)]
-    for writer in writers:
-        writer.start()
-    for writer in writers:
-        writer.join()
+    with ThreadPoolExecutor(8) as writers:
+        list(writers.map(write, range(8)))
     assert len(won) == 1
     assert StoreFiles(server.properties).read(address) == b"%d" % won[0]
 

@@ -234,7 +234,7 @@ def _append(case: Case, random: Random, *, spec: int) -> None:
     footer, metrics, row_group_rows = random.random() < 0.7, random.random() < 0.7, random.randint(1, 4)
     by_partition: dict[Any, tuple[tuple[Any, ...], list[dict[str, Any]]]] = {}
     for row in rows:
-        key = tuple(_applied(apply, leaf.of(row)) for leaf, apply in case.parts[spec])
+        key = tuple(None if (value := leaf.of(row)) is None else apply(value) for leaf, apply in case.parts[spec])
         by_partition.setdefault(repr(key), (key, []))[1].append(row)
     for key, part in by_partition.values():
         absent = _absent(case, spec, random)
@@ -243,10 +243,6 @@ def _append(case: Case, random: Random, *, spec: int) -> None:
         path = case.hand.append(arrow_of(part), schema=schema, spec=spec, partition=key, **written)
         case.places += [(path, position) for position in range(len(part))]
         case.rows += part
-
-
-def _applied(apply: Apply, value: Any) -> Any:
-    return None if value is None else apply(value)
 
 
 def _absent(case: Case, spec: int, random: Random) -> set[str]:

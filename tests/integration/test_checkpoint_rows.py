@@ -1,5 +1,5 @@
 import json
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -13,13 +13,6 @@ from dlac_pipeline.lakehouse.ledger.typed_rows import AdvanceRow, FinishRow
 from dlac_pipeline.lakehouse.store_files import StoreFiles
 from dlac_pipeline.spec.job_spec import JobSpec
 from tests.conftest import Arena
-
-
-@pytest.fixture
-def spec(arena: Arena) -> JobSpec:
-    """A run of 15 steps with a checkpoint every 5, trained in this process."""
-    arena.table(appends=(70, 50), row_group_rows=20)
-    return arena.spec("r1", world_size=1, batch_size=16, key_groups=4, every_steps=5)
 
 
 def check_recorded(arena: Arena, seen: dict[int, list[int]]) -> None:
@@ -79,10 +72,7 @@ def test_racing_handles_lose_nothing(arena: Arena) -> None:
         for turn in range(5):
             claim(ledger, f"run-{worker}", nonce=f"{worker}-{turn}", replaces=turn)
 
-    threads = [threading.Thread(target=claims, args=(worker,)) for worker in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(claims, range(4)))
     for worker in range(4):
         assert [(row.seq, row.attempt) for row in arena.rows(f"run-{worker}")] == [(n, n) for n in range(1, 6)]

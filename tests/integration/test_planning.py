@@ -1,4 +1,5 @@
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -55,22 +56,15 @@ def test_plan_pins_and_lists_row_groups(arena: Arena) -> None:
 
 def test_racing_planners_leave_one_plan(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two planners that both saw no plan write one plan row between them, and both use the plan that was committed."""
-    barrier, found = threading.Barrier(2, timeout=60), []
-    real = plans.write_plan
+    barrier, real = threading.Barrier(2, timeout=60), plans.write_plan
 
     def together(*args: object) -> plans.PlanRow:
         barrier.wait()
         return real(*args)  # type: ignore[arg-type]  # passed on as they came
 
-    def planner() -> None:
-        found.append(make_plan(connect(arena.lakehouse.config), source()).row)
-
     monkeypatch.setattr("dlac_pipeline.plan.planner.write_plan", together)
-    threads = [threading.Thread(target=planner) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as threads:
+        found = [*threads.map(lambda _: make_plan(connect(arena.lakehouse.config), source()).row, range(2))]
     assert found[0] == found[1]
     assert len(arena.lakehouse.own("plans").scan().to_arrow()) == 1
     assert len(Plans(arena.lakehouse).load(found[0].plan_id).units) == 6

@@ -28,7 +28,7 @@ from dlac_pipeline.spec.job_spec import JobSpec
 from tests.conftest import Arena, wait_until
 from tests.fixtures import Command
 from tests.object_store import Network, ObjectStore
-from tests.seaweedfs import SeaweedFS, needs_seaweedfs, seaweedfs
+from tests.seaweedfs import SeaweedFS, needs_seaweedfs
 
 
 def remote(
@@ -152,13 +152,6 @@ def test_warehouse_outage_is_awaited(store: ObjectStore, network: Network, tmp_p
     ledger.append("r", lambda state: Append(rows=[name_row], fence=replace(state.fence, seq=2)))
     mends.join()
     assert [row.kind for row in ledger.rows("r")] == ["claim", "name"]
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedFS]:
-    """Catalog and store of this module's tests."""
-    with seaweedfs(tmp_path_factory.mktemp("seaweedfs")) as running:
-        yield running
 
 
 @pytest.fixture

@@ -25,13 +25,6 @@ from dlac_pipeline.supervise.start.start_attempt import start_attempt
 from tests.conftest import Arena, source_rows
 
 
-@pytest.fixture
-def spec(arena: Arena) -> JobSpec:
-    """A run of 15 steps with a checkpoint every 5, trained in this process."""
-    arena.table(appends=(70, 50), row_group_rows=20)
-    return arena.spec("r1", world_size=1, batch_size=16, key_groups=4, every_steps=5)
-
-
 def newest(arena: Arena, back: int = 0) -> CheckpointRow:
     """The newest checkpoint's row, or one `back` before it."""
     return arena.lineage("r1")[-1 - back]

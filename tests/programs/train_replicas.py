@@ -155,11 +155,6 @@ def wait_for(rank: int, ready: Callable[[RankHeartbeat], bool]) -> None:
         time.sleep(0.01)
 
 
-def is_about_to_meet(heartbeat: RankHeartbeat) -> bool:
-    """Return True for a process that has not trained, and wants to."""
-    return heartbeat.phase == Phase.LOADING and heartbeat.spent.in_hand == 0
-
-
 def train(run: dlac.TrainingRun) -> None:
     """Train to the end of the order."""
     params = run.spec.params
@@ -186,7 +181,7 @@ def train(run: dlac.TrainingRun) -> None:
     for batch in run.batches():
         step, rows = batch.step, batch["row_id"][batch.valid].tolist()
         if step == at and not REJOINS:
-            wait_for(awaited, is_about_to_meet)
+            wait_for(awaited, lambda peer: peer.phase == Phase.LOADING and peer.spent.in_hand == 0)
             time.sleep(0.2)  # its request is on its way to the lighthouse
         fail_before_forward(run, step)
         if params.get("dies_again") == f"{run.rank}:{step}" and REJOINS and first_to_claim("again"):

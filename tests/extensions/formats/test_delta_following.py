@@ -1,4 +1,5 @@
-import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -148,21 +149,10 @@ def test_racing_processes_mirror_a_version_once(arena: Arena, location: Path) ->
     """Threads that mirror the same versions at the same time get the same snapshots."""
     for start in range(100, 140, 10):
         append(location, start, 10)
-    identifier, failed = external_identifier("delta", str(location)), []
-
-    def mirror(number: int | None) -> None:
-        try:
-            load_version(arena.lakehouse, identifier, number)
-        except Exception as err:
-            failed.append(err)
-
+    identifier = external_identifier("delta", str(location))
     for numbers in ((2, 2, 2), (None, None, 1, 1, 0)):
-        threads = [threading.Thread(target=mirror, args=(number,)) for number in numbers]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert failed == []
+        with ThreadPoolExecutor(len(numbers)) as threads:
+            list(threads.map(partial(load_version, arena.lakehouse, identifier), numbers))
     assert sorted(each.snapshot_id for each in arena.lakehouse.load(identifier).snapshots()) == [0, 1, 2, 3, 4]
     assert [len(planned_rows(arena.lakehouse, location, version)) for version in range(5)] == [100, 110, 120, 130, 140]
 
