@@ -1,7 +1,9 @@
 """Switch of a rank from leg to leg in place, for runs that wait for appended rows. An extension decides when, and which leg."""
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgpack
 
@@ -105,31 +107,31 @@ class LegSwitch:
         found = [msgpack.unpackb(each) for each in votes]
         return reader_state_of(agreed_reader_state(self.attempt.order, found, tracker.step))
 
-    def idle(self, decision: bytes | None) -> bytes:
+    def idle(self, decision: Mapping[str, Any]) -> dict[str, Any]:
         """Report to the supervisor and to other ranks that this one waits. Return rank 0's decision, empty as long as it waits.
 
-        If a rank was asked to stop, all ranks stop.
+        A "leg" (JSON) in the decision is named to the supervisor, which finds the rows of a step in it. If a rank was asked to
+        stop, all ranks stop.
         """
         self.heartbeat.doing(Phase.IDLE, self.step)
         report = self.policy.report(in_background=False)
         syncs = self.communicator.step_syncs
         assert isinstance(syncs, StepSyncs), "replica groups do not wait for appended rows"
         self.policy.on_sync(syncs.report(report))
-        return self.communicator.tree.broadcast(decision)
+        if "leg" in decision and not self.stops:  # before a rank can die with rows of it
+            self.events.note_leg(decision["leg"])
+        mine = json.dumps(decision).encode() if self.rank == 0 else None
+        decided: dict[str, Any] = json.loads(self.communicator.tree.broadcast(mine))
+        return decided
 
     def enter(self, leg: Leg) -> None:
         """Train another leg from now on. Raises as `open_leg`."""
         self.attempt.enter(leg, self.spec, self.communicator)
         self.has_switched = True
-        if self.rank == 0:
-            self._note_leg()
-        self.heartbeat.doing(Phase.TRAINING, self.step)
-
-    def _note_leg(self) -> None:
-        """Name the leg to the supervisor, which finds the rows of a step in it."""
-        self.events.note_leg(self.leg.to_json())
+        self.plans.keep(leg.plan_ids)
         total = self.attempt.total_steps
-        self.events.write({"event": "leg", "leg": self.leg.index, "step": self.step, "total_steps": total})
+        self.events.write({"event": "leg", "leg": leg.index, "step": self.step, "total_steps": total})
+        self.heartbeat.doing(Phase.TRAINING, self.step)
 
     @property
     def stops(self) -> bool:

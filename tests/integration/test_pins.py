@@ -1,7 +1,7 @@
 import json
 import secrets
 from dataclasses import asdict
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pyarrow as pa
@@ -129,6 +129,21 @@ def test_the_snapshot_that_was_planned_last_is_needed(lakehouse: Lakehouse) -> N
     pin(lakehouse, "src.t", snapshot)
     ledger(lakehouse, "busy", *leg({"table_uuid": uuid_of(lakehouse), "snapshot_id": snapshot}))
     assert list_pins(lakehouse, "src.t")[0].needed_by == ("busy",)
+
+
+@pytest.mark.parametrize(("days", "needed_by"), [(0, ("busy",)), (2, ())])
+def test_snapshot_that_a_run_may_enter_is_needed(lakehouse: Lakehouse, days: int, needed_by: tuple[str, ...]) -> None:
+    """A run that follows a table may train a snapshot before a row names it, unless it is silent for a day."""
+    planned, entered = append(lakehouse), append(lakehouse)
+    for each in (planned, entered):
+        pin(lakehouse, "src.t", each)
+    rows = leg({"table_uuid": uuid_of(lakehouse), "snapshot_id": planned, "follow": "appends"})
+    at = datetime.now(UTC) - timedelta(days=days)
+    ledger(lakehouse, "busy", *({**row, "committed_at": at} for row in rows))
+    assert [each.needed_by for each in list_pins(lakehouse, "src.t")] == [("busy",), needed_by]
+    if needed_by:
+        with pytest.raises(SpecInvalid, match=r"found \['busy'\]"):
+            remove_pin(lakehouse, "src.t", entered)
 
 
 def test_only_reachable_plans_are_needed(lakehouse: Lakehouse) -> None:

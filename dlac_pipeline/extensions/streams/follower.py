@@ -4,12 +4,14 @@ Every step of a leg is committed before the next one is entered, so that each ch
 appended, the ranks wait, and nothing is at risk.
 """
 
-import json
 import logging
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
+
+from pyiceberg.table import Table
 
 from dlac_pipeline.checkpoint.collectives import failure_named, name_failure
 from dlac_pipeline.lakehouse.errors import CatalogUnreachable, CommitConflict
@@ -19,6 +21,7 @@ from dlac_pipeline.plan.legs.leg import Leg
 from dlac_pipeline.plan.legs.next_leg import LegRequest, next_leg
 from dlac_pipeline.plan.order import ReaderState
 from dlac_pipeline.plan.plan import Plans
+from dlac_pipeline.plan.source_order import SourceOrder
 from dlac_pipeline.spec.job_spec import JobSpec
 from dlac_pipeline.train.leg_switch import LegSwitch
 
@@ -100,7 +103,7 @@ class NextLegs:
                 snapshot_of(load_version(self._plans.lakehouse, source.table), None).snapshot_id
                 for source in self._spec.sources
             )
-            if snapshots in (known, end.without):
+            if snapshots in (known, end.without) or not self._has_batch(end):
                 return
             leg = self._plan(end)
         except (CatalogUnreachable, CommitConflict) as err:
@@ -112,10 +115,25 @@ class NextLegs:
             return
         with self._changed:
             if self._end is end:
-                self._planned, self._found = snapshots, leg
+                self._planned, self._found, self._failure = snapshots, leg, None
         if self._entered >= _RELEASE_EVERY:
             self._entered = 0
             self._plans.release_old_pins(self._spec.run, [source.table for source in self._spec.sources])
+
+    def _has_batch(self, end: _End) -> bool:
+        """Return False if fewer rows are left and appended than a batch has. To plan them would pin a snapshot in vain."""
+        if not end.is_sure or any(end.leg.streamed):
+            return True
+        order = end.leg.order({each: self._plans.read(each).units for each in end.leg.plan_ids})
+        left = 0
+        for index, (mine, source) in enumerate(zip(end.leg.sources, order.sources, strict=True)):
+            start = source.finish_at(end.state[index])
+            rows = SourceOrder(start, source.units, end.leg.cut_settings(index)).available()
+            more = _appended(load_version(self._plans.lakehouse, mine.table), mine.snapshot_id)
+            if rows is None or more is None:
+                return True
+            left += int(rows.sum()) + more
+        return left >= end.leg.batch_size
 
     def _plan(self, end: _End) -> Leg | None:
         request = LegRequest(requested=end.leg, repin=True)
@@ -130,6 +148,15 @@ class NextLegs:
         order = leg.order({each: self._plans.read(each).units for each in leg.plan_ids})
         total = order.total_steps if order.counted else None
         return leg if total is None or total > end.step else None
+
+
+def _appended(table: Table, since: int) -> int | None:
+    """Return the rows that snapshots after `since` have added. None: `since` has expired."""
+    added, snapshot = 0, table.current_snapshot()
+    while snapshot is not None and snapshot.snapshot_id != since:
+        added += int((snapshot.summary["added-records"] if snapshot.summary else None) or 0)
+        snapshot = None if snapshot.parent_snapshot_id is None else table.snapshot_by_id(snapshot.parent_snapshot_id)
+    return None if snapshot is None else added
 
 
 class StreamFollower:
@@ -155,17 +182,15 @@ class StreamFollower:
             self._end = replace(self._end, without=tuple(source.snapshot_id for source in switch.leg.sources))
         if legs is not None and self._end is not None and switch.last_step is None:
             legs.follow(self._end)
-        decision = b""
-        while not decision:
-            decision = switch.idle(None if legs is None else _decision(legs.ready))
+        while not (decided := switch.idle({} if legs is None else _decision(legs.ready))):
             if switch.stops:
                 return False
-            if not decision:
-                time.sleep(_LOOK_S)
-        decided = json.loads(decision)
+            time.sleep(_LOOK_S)
+        if switch.stops:
+            return False
         if "error" in decided:
             raise failure_named(tuple(decided["error"]))
-        switch.enter(Leg.from_record(decided))
+        switch.enter(Leg.from_json(decided["leg"]))
         self._look_ahead()
         _log.info("leg %d begins after %.2f s", switch.leg.index, time.monotonic() - began)
         return True
@@ -186,10 +211,10 @@ class StreamFollower:
         self._legs.follow(_End(switch.leg, step, state, is_sure=last is not None))
 
 
-def _decision(ready: Callable[[], Leg | None]) -> bytes:
+def _decision(ready: Callable[[], Leg | None]) -> dict[str, Any]:
     """Return the next leg as JSON, an error, or nothing."""
     try:
         leg = ready()
     except Exception as err:  # all ranks raise it
-        return json.dumps({"error": name_failure(err, doing="the plan of the next leg")}).encode()
-    return b"" if leg is None else leg.to_json().encode()
+        return {"error": name_failure(err, doing="the plan of the next leg")}
+    return {} if leg is None else {"leg": leg.to_json()}

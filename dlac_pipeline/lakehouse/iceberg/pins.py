@@ -6,6 +6,7 @@ names its snapshot. Tables count by their uuid: a renamed table is the same.
 
 import json
 import re
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,6 +14,7 @@ from typing import Literal
 
 from pyiceberg.exceptions import AuthorizationExpiredError, ForbiddenError, UnauthorizedError
 from pyiceberg.table import Table
+from pyiceberg.table.snapshots import Snapshot
 
 from dlac_pipeline.lakehouse import errors
 from dlac_pipeline.lakehouse.iceberg.connect import Lakehouse, reachable
@@ -24,6 +26,8 @@ from dlac_pipeline.lakehouse.ledger.typed_rows import HEAD_KINDS, ClaimRow, Colu
 from dlac_pipeline.lakehouse.retrying import as_commit_conflict, retrying
 
 _PLAN_ID = re.compile(r"\b[0-9a-f]{24}\b")
+_ENTERS_WITHIN_S = 86_400.0
+"""Seconds since its last row in the ledger, in which a run that follows a table may enter a snapshot that no row names."""
 _REFUSED = (ForbiddenError, UnauthorizedError, AuthorizationExpiredError)
 _REFUSALS = ("readonly database", "read-only", "permission denied", "access denied", "access_denied", "not authorized")
 _UNTAGGED = (
@@ -71,6 +75,24 @@ class RunRows:
         if not self.finished:
             needed += [*legs[-1:], *[row for row in self.rows if isinstance(row, ClaimRow)][-1:]]
         return frozenset(_named(needed))
+
+    def may_enter(self, table: Table, snapshot_id: int) -> bool:
+        """Return whether the run has trained lately, follows the table, and has recorded no snapshot as late as this one."""
+        legs = [row for row in self.rows if isinstance(row, LegRow)]
+        if self.finished or not legs or time.time() - self.rows[-1].committed_at.timestamp() > _ENTERS_WITHIN_S:
+            return False
+        snapshot = table.snapshot_by_id(snapshot_id)
+        for source in legs[-1].record["sources"]:
+            if source.get("follow") != "appends" or source["table_uuid"] != str(table.metadata.table_uuid):
+                continue
+            last = table.snapshot_by_id(source["snapshot_id"])
+            if last is None or (snapshot is not None and _number(snapshot) > _number(last)):
+                return True
+        return False
+
+
+def _number(snapshot: Snapshot) -> int:
+    return snapshot.sequence_number or 0
 
 
 def remove_pin(lakehouse: Lakehouse, identifier: str, snapshot_id: int, *, force: bool = False) -> bool:
@@ -176,6 +198,7 @@ def read_runs(lakehouse: Lakehouse) -> dict[str, RunRows]:
         "leg",
         "claim",
         "leg_json",
+        "committed_at",
     )
     return {run: RunRows(found) for run, found in Ledger(lakehouse).rows_of_runs(HEAD_KINDS, columns=names).items()}
 
@@ -205,11 +228,13 @@ def plans_of(table: Table, snapshot_id: int, plans: Iterable[Columns]) -> list[C
 def uses_of(
     table: Table, snapshot_id: int, plans: Sequence[Columns], runs: Mapping[str, RunRows]
 ) -> tuple[PinUse, ...]:
-    """Return the runs that planned a snapshot, by name."""
+    """Return the runs that planned a snapshot, or may have entered it in place and not recorded that yet, by name."""
     mine = {plan["plan_id"] for plan in plans_of(table, snapshot_id, plans)}
     names = mine | {_key(str(table.metadata.table_uuid), snapshot_id)}
-    return tuple(
-        PinUse(run=run, finished=rows.finished, needed=not names.isdisjoint(rows.needed))
-        for run, rows in sorted(runs.items())
-        if not names.isdisjoint(rows.used)
-    )
+    found = []
+    for run, rows in sorted(runs.items()):
+        enters = rows.may_enter(table, snapshot_id)
+        if enters or not names.isdisjoint(rows.used):
+            needed = enters or not names.isdisjoint(rows.needed)
+            found.append(PinUse(run=run, finished=rows.finished, needed=needed))
+    return tuple(found)

@@ -20,7 +20,7 @@ from dlac_pipeline.supervise.supervision import StopRequests
 
 _GIVEN_UP = (errors.BadInput, errors.LossNotFinite, errors.LossSpiked)
 """Errors of a rank that every attempt meets again. The run is given up."""
-_TERMINAL = (errors.LedgerError, errors.CheckpointError, errors.Preempted, *_GIVEN_UP)
+_TERMINAL = (errors.LedgerError, errors.CheckpointError, errors.Preempted, errors.AppendHistoryLost, *_GIVEN_UP)
 """Errors of a rank that another attempt would meet again, here and now."""
 
 
