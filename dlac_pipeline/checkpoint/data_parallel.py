@@ -63,8 +63,8 @@ def check_weights_agree(engine: Engine, tree: RankTree, spec: MeshSpec) -> None:
     Raise `ScriptInvalid` if they differ by more than rounding, so that no rank could resume with the weights of rank 0, or if
     stages have other weights of one name, of which a checkpoint would keep those of one stage.
     """
-    if spec.pp > 1 and engine.name == "dcp":
-        _check_stages(engine, tree, stage=spec.coordinates(tree.rank, tree.world_size)["pp"])
+    if spec.pp > 1:
+        engine.check_stages(tree, stage=spec.coordinates(tree.rank, tree.world_size)["pp"])
     if tree.world_size == 1 or engine.name != "torch":
         return
     trained = [(name, each) for name, each in _parameters(engine) if each.requires_grad and each.is_floating_point()]
@@ -83,38 +83,6 @@ def _check_whole(engine: Engine, tree: RankTree) -> None:
                 f"expected the whole model on each rank in dlac.TorchState, found {split!r}, of which each rank has a part: use "
                 "dlac.DistributedState(model=..., optimizer=...)"
             )
-
-
-def _check_stages(engine: Engine, tree: RankTree, *, stage: int) -> None:
-    """Raise `ScriptInvalid` if stages have other weights of one name. A tied tensor is equal to the last bit. Collective."""
-    named = ((name.partition("."), each) for name, each in _parameters(engine))
-    mine = {name: each for (part, _, name), each in named if part.startswith("model")}
-    gathered = tree.gather(msgpack.packb([stage, [*mine]]))
-    stages: dict[str, set[int]] = {}
-    for number, names in map(msgpack.unpackb, gathered or []):
-        for name in names:
-            stages.setdefault(name, set()).add(number)
-    common = sorted(name for name, found in stages.items() if len(found) > 1)
-    names = msgpack.unpackb(tree.broadcast(None if gathered is None else msgpack.packb(common)))
-    weights = {name: _whole(mine[name].detach()) for name in names if name in mine}
-    gathered = tree.gather(msgpack.packb([stage, {name: _digest(each.cpu()) for name, each in weights.items()}]))
-    with failing_together(tree, doing="comparing the stages"):
-        known: dict[str, tuple[int, bytes]] = {}
-        for number, digests in map(msgpack.unpackb, gathered or []):
-            for name, digest in digests.items():
-                first, expected = known.setdefault(name, (number, digest))
-                if digest != expected:
-                    raise ScriptInvalid(
-                        f"expected {name!r} to be one tensor, found other values of it at the stages {first} and {number}: give "
-                        "parameters the names that they have in the whole model, such as blocks.0 at the first stage and "
-                        "blocks.1 at the next one"
-                    )
-
-
-def _whole(tensor: Any) -> torch.Tensor:
-    """Return a tensor that ranks share out. Collective over them."""
-    found: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return found
 
 
 def _sum_and_norm(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -81,6 +81,10 @@ class Engine(EngineFiles, Protocol):
         """Receive the ranks that save together, before `load`. `lists` is true for one rank of every node."""
         return
 
+    def check_stages(self, tree: RankTree, *, stage: int) -> None:
+        """Check the state of a stage of a pipeline after a step. Collective. Raise `ScriptInvalid` if it cannot be saved."""
+        return
+
     def save(self, folder: Path, write: Write) -> None:
         """Pass on this rank's part, file by file in `folder`. Collective. No rank may be left waiting after an error.
 
