@@ -241,7 +241,9 @@ def _instead(path: Sequence[str | int], root: type[BaseModel]) -> str:
             section = None if field is None else _model_in(field)
     if section is None:
         return "unknown field"
-    known = list(_fields_of(section))
-    close = get_close_matches(str(path[-1]), known, n=1)
+    known, name = list(_fields_of(section)), str(path[-1])
+    inner = {each: _model_in(field) for each, field in _fields_of(section).items()}
+    close = [f"{each}.{name}" for each, kind in inner.items() if kind is not None and name in _fields_of(kind)]
+    close = close or get_close_matches(name, known, n=1)
     meant = f"did you mean {close[0]!r}?" if close else f"expected one of {known!r}"
     return f"unknown field, {meant}"

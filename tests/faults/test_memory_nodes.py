@@ -137,11 +137,12 @@ def nodes(campaign: Arena) -> Iterator[Callable[..., Nodes]]:
 
 
 @pytest.mark.slow
-def test_lost_node_costs_two_batches(nodes: Callable[..., Nodes]) -> None:
+@pytest.mark.parametrize("mesh", [{}, pytest.param({"mesh": {"tp": 2}, "nproc_per_node": 2}, marks=pytest.mark.soak)])
+def test_lost_node_costs_two_batches(nodes: Callable[..., Nodes], mesh: dict[str, Any]) -> None:
     """A node is lost with its memory, and replaced by one with empty memory. The checkpoint's files are destroyed."""
-    run = nodes("memory-nodes", memory_waits=True)
+    run = nodes(f"memory-nodes-{len(mesh)}", memory_waits=True, **mesh)
     run.start("a", "b")
-    wait_until(lambda: bool(run.arena.rows("memory-nodes", CheckpointRow)), what="a checkpoint")
+    wait_until(lambda: bool(run.arena.rows(run.spec.run, CheckpointRow)), what="a checkpoint")
     run.destroy_checkpoints()
     run.wait_for_copies(27)
     run.lose("b")

@@ -45,6 +45,7 @@ def with_values(section: str, **values: Any) -> dict[str, Any]:
             with_values("launch", world_size=6, mesh={"tp": 2}),
             r"batch_size 32 is not a multiple of world_size 6 / 2 ranks of a replica",
         ),
+        (with_values("launch", tp=2), r"launch\.tp: unknown field, did you mean 'mesh\.tp'\? \("),
         (with_values("launch", world_size=6, mesh={"tp": 4}), r"a multiple of tp \* pp \* cp = 4, .*found 6"),
         (with_values("launch", world_size=4, mesh={"pp": 2, "ep": 4}), r"a multiple of ep = 4, found 4"),
         (with_values("launch", replicas=2, mesh={"cp": 2}), r"expected launch\.replicas without launch\.mesh"),

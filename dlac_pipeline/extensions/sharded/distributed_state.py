@@ -35,7 +35,7 @@ from dlac_pipeline.extensions.sharded.shards import (
     ShardWriter,
     whole_tensors,
 )
-from dlac_pipeline.extensions.sharded.stages import check_names
+from dlac_pipeline.extensions.sharded.stages import check_stage_names
 from dlac_pipeline.lakehouse.errors import CheckpointError, DlacError
 
 
@@ -69,8 +69,8 @@ class DistributedState(Engine):
         self._tree = tree
 
     def check_stages(self, tree: RankTree, *, stage: int) -> None:
-        """Raise as `check_names`."""
-        check_names(self._models, tree, stage=stage)
+        """Raise as `check_stage_names`."""
+        check_stage_names(self._models, tree, stage=stage)
 
     def save(self, folder: Path, write: Write) -> None:
         """Every rank's parts and an index."""

@@ -12,7 +12,7 @@ from dlac_pipeline.checkpoint.collectives import RankTree, failing_together
 from dlac_pipeline.lakehouse.errors import ScriptInvalid
 
 
-def check_names(models: Sequence[Module], tree: RankTree, *, stage: int) -> None:
+def check_stage_names(models: Sequence[Module], tree: RankTree, *, stage: int) -> None:
     """Raise `ScriptInvalid` at all ranks if stages have other weights of one name. A tied tensor is equal to the last bit.
 
     `models` are the parts of this rank, after a step: before it, stages that begin with one seed may be equal. Collective.
