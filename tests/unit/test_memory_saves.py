@@ -65,7 +65,7 @@ class Rank:
             point or fresh_start(),
             cast(Any, communicator),
             self.tracker,
-            cast(Any, SimpleNamespace(head=None, in_progress=list, gate=StepGate(self.engine))),
+            cast(Any, SimpleNamespace(head=None, leg_json="", in_progress=list, gate=StepGate(self.engine))),
             self.warnings.append,
         )
         folder = states.memory_folder(spec)

@@ -96,10 +96,10 @@ def _check_readable(spec: job_spec.JobSpec, last_batch: str) -> None:
     """Refuse requests of a spec that training_run can fulfil and a dataset cannot, and check `last_batch`."""
     if last_batch not in LAST_BATCHES:
         raise SpecInvalid(f"expected last_batch to be one of {LAST_BATCHES!r}, found {last_batch!r}: correct it")
-    if any(source.follow != "pinned" for source in spec.sources):
+    if spec.source.follows:
         raise SpecInvalid(
-            'expected sources with follow = "pinned", found another: set "pinned", or train with training_run, which alone '
-            "can start new legs"
+            f'expected sources with follow = "pinned", found "{spec.source.follow}": set "pinned", or train with training_run, '
+            "which alone can start new legs"
         )
     if any(ABOUT in source.columns and not source.transform for source in spec.sources) and not spec.sequences.length:
         raise SpecInvalid(f"expected columns of other names than {ABOUT!r}, found it: let a transform rename it")
