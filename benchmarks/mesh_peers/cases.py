@@ -4,7 +4,7 @@ A loader is a module of this package with
 
     write(folder, source, rows)                    adds rows to a source
     open_rank(folder, weights, rank, ranks, state) returns a `Rank`. `weights` has a source's weight, by its name
-    reshard(states, ranks)                         returns the states for another number of ranks. The default is in `Plain`
+    reshard(states, ranks)                         returns the states for another number of ranks
 
 All ranks of a data-parallel coordinate are given the same rank here, so that their batches are equal without a comparison.
 """

@@ -63,12 +63,10 @@ class Plans:
 
     def find_row(self, plan_id: str) -> PlanRow | None:
         """Return the row of a plan, or None if no such plan was written."""
-        if plan_id not in self._rows:
-            found = find_plan(self.lakehouse, plan_id)
-            if found is None:
-                return None
+        found = self._rows.get(plan_id) or find_plan(self.lakehouse, plan_id)
+        if found is not None:
             self._rows[plan_id] = found
-        return self._rows[plan_id]
+        return found
 
     def row(self, plan_id: str) -> PlanRow:
         """Return the row of a plan. Raises `SpecInvalid` if no such plan was written."""
@@ -112,10 +110,11 @@ class Plans:
 
         Raises `SpecInvalid` if no such plan was written.
         """
-        if plan_id not in self._plans:
+        found = self._plans.get(plan_id)
+        if found is None:  # returned as it is, because another thread may forget it
             row = self.row(plan_id)
-            self._plans[plan_id] = Plan(row=row, units=unit_table(read_units(self.lakehouse, row)))
-        return self._plans[plan_id]
+            found = self._plans[plan_id] = Plan(row=row, units=unit_table(read_units(self.lakehouse, row)))
+        return found
 
 
 def is_plan_of(source: SourceSpec, row: PlanRow) -> bool:

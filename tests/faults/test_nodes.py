@@ -39,7 +39,7 @@ def test_survivor_leads_after_lost_leader(campaign: Arena, two_node_job: JobSpec
 @pytest.mark.soak
 def test_leader_dies_before_announcing_claim(campaign: Arena, two_node_job: JobSpec) -> None:
     """The second node knows no attempt. It finds a claim of its rendezvous in the ledger, and replaces it."""
-    under = [sys.executable, str(PROGRAMS / "kill_at_announcement.py"), str(campaign.home / "killed-as-it-told")]
+    under = [sys.executable, str(PROGRAMS / "kill_at_announcement.py"), str(campaign.home / "killed-at-announcement")]
     launches = [campaign.launch(two_node_job, under=under) for _ in range(2)]
     wait_until(lambda: any(launch.process.poll() is not None for launch in launches), what="the death of the leader")
     dead, other = sorted(launches, key=lambda launch: launch.process.poll() is None)

@@ -56,7 +56,7 @@ class NextLegs:
         self._found: Leg | None = None
         self._failure: Exception | None = None
         self._planned: tuple[int, ...] = ()
-        """Snapshots that were planned for the present end."""
+        """Snapshots that were looked at for the present end."""
         self._changed, self._is_over = threading.Condition(), False
         self._entered = 0
         self._thread = threading.Thread(target=self._run, name="dlac-follow", daemon=True)
@@ -103,9 +103,11 @@ class NextLegs:
                 snapshot_of(load_version(self._plans.lakehouse, source.table), None).snapshot_id
                 for source in self._spec.sources
             )
-            if snapshots in (known, end.without) or not self._has_batch(end):
-                return
-            leg = self._plan(end)
+            if self._entered >= _RELEASE_EVERY:
+                self._entered = 0
+                self._plans.release_old_pins(self._spec.run, [source.table for source in self._spec.sources])
+            is_new = snapshots not in (known, end.without) and self._has_batch(end)
+            leg = self._plan(end) if is_new else None
         except (CatalogUnreachable, CommitConflict) as err:
             _log.warning("expected to plan the next leg, found %s; it is tried again", err)
             return
@@ -114,11 +116,9 @@ class NextLegs:
                 self._failure = err
             return
         with self._changed:
+            self._failure = None  # that of an earlier look is over
             if self._end is end:
-                self._planned, self._found, self._failure = snapshots, leg, None
-        if self._entered >= _RELEASE_EVERY:
-            self._entered = 0
-            self._plans.release_old_pins(self._spec.run, [source.table for source in self._spec.sources])
+                self._planned, self._found = snapshots, leg
 
     def _has_batch(self, end: _End) -> bool:
         """Return False if fewer rows are left and appended than a batch has. To plan them would pin a snapshot in vain."""
